@@ -1,0 +1,77 @@
+// Scalars of the definition: the gate, beta, and the parameters that may arrive in any float type.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/ptx.cuh"
+#include "params.h"
+
+namespace flash_kda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(double x) { return static_cast<float>(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+template <class Element, int kCount>
+__device__ __forceinline__ void load_as(float (&values)[kCount], const void* base,
+                                        long long index) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    values[i] = to_float(static_cast<const Element*>(base)[index + i]);
+}
+
+// kCount neighbouring elements of an array of any float type, in element-wise accesses: parameters
+// come with no alignment beyond their type's.
+template <int kCount>
+__device__ __forceinline__ void load_any(float (&values)[kCount], const void* base, long long index,
+                                         int dtype) {
+  switch (dtype) {
+    case kFloat32:
+      return load_as<float>(values, base, index);
+    case kBFloat16:
+      return load_as<__nv_bfloat16>(values, base, index);
+    case kFloat16:
+      return load_as<__half>(values, base, index);
+    default:
+      return load_as<double>(values, base, index);
+  }
+}
+
+__device__ __forceinline__ float load_any(const void* base, long long index, int dtype) {
+  float value[1];
+  load_any(value, base, index, dtype);
+  return value[0];
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return sigmoid_of_negated_log2(-kLog2E * x); }
+
+// The log2-decay of a token in one channel is log2_lower_bound * sigmoid(exp(A_log) * (g +
+// dt_bias)). With slope = -exp(A_log) * log2(e) and offset = slope * dt_bias the sigmoid is 1 / (1
+// + 2^(slope * g + offset)). This is the gate of kCount neighbouring channels.
+template <int kCount>
+struct Gate {
+  float slope;
+  float offset[kCount];
+
+  __device__ __forceinline__ Gate(const ForwardParams& p, int head, int channel) : slope(-kLog2E) {
+    if (p.a_log_dtype != kAbsent) slope *= expf(load_any(p.a_log, head, p.a_log_dtype));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) offset[i] = 0.0f;
+    if (p.dt_bias_dtype != kAbsent) {
+      load_any(offset, p.dt_bias, static_cast<long long>(head) * kHeadDim + channel,
+               p.dt_bias_dtype);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) offset[i] *= slope;
+    }
+  }
+
+  __device__ __forceinline__ float openness(int i, float g) const {
+    return sigmoid_of_negated_log2(fmaf(slope, g, offset[i]));
+  }
+};
+
+}  // namespace flash_kda

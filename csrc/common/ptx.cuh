@@ -1,0 +1,113 @@
+// Instructions that CuTe does not offer in the form needed here.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cute/arch/util.hpp>
+
+namespace flash_kda {
+
+// Flushing forms: every argument here yields a normal number or a zero that is meant (decays go
+// down to 2^-115.4, sums of squares start at 1e-6), and the non-flushing ex2 costs three more
+// instructions.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / (1 + 2^x): the sigmoid of -x / log2(e). Exact to fp32 rounding at both ends, which a tanh
+// approximation is not: its absolute error of 2^-11 would be a wrong decay after some thousand
+// tokens.
+__device__ __forceinline__ float sigmoid_of_negated_log2(float x) {
+  return reciprocal_approx(1.0f + exp2_approx(x));
+}
+
+// bf16x2 with `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ float bf16_low(unsigned packed) { return __uint_as_float(packed << 16); }
+__device__ __forceinline__ float bf16_high(unsigned packed) {
+  return __uint_as_float(packed & 0xffff0000u);
+}
+
+// Global -> shared bulk copy that completes on an mbarrier of this CTA. The CTA form, because the
+// cluster form makes the driver reserve gigabytes on sm_120. Bytes and addresses: multiples of 16.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes,
+                                          cute::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          cute::cast_smem_ptr_to_uint(shared)),
+      "l"(global), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until the shared memory of all earlier bulk stores of this thread may be reused.
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders this thread's generic-proxy shared-memory writes before later async-proxy reads of them.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// 16 bytes global -> shared; zeros when `valid` is false (then nothing is read).
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
+      "l"(global), "r"(valid ? 16 : 0)
+      : "memory");
+}
+__device__ __forceinline__ void copy_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+// Arrives on an mbarrier, for this thread, once all its earlier copy_async_16 have landed.
+__device__ __forceinline__ void copy_async_arrive(cute::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   cute::cast_smem_ptr_to_uint(barrier))
+               : "memory");
+}
+
+// Programmatic dependent launch: wait until the launches before this one have completed and their
+// writes are visible / let the next launch begin to occupy free multiprocessors.
+__device__ __forceinline__ void wait_for_previous_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void allow_next_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// 8 bytes that are read once.
+__device__ __forceinline__ uint2 load_streaming_8(const void* global) {
+  uint2 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(global));
+  return value;
+}
+
+}  // namespace flash_kda

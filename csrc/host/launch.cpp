@@ -1,0 +1,159 @@
+#include "host/launch.h"
+
+#include "host/driver.h"
+#include "host/error.h"
+#include "launch_shapes.h"
+
+namespace flash_kda::host {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+
+template <class Pointer>
+Pointer address(uint64_t value) {
+  return reinterpret_cast<Pointer>(value);
+}
+
+TokenStrides token_strides(const int64_t (&s)[3]) { return {s[0], s[1], s[2]}; }
+
+// Whether all pairs of neighbouring elements of a state can be moved by one access.
+bool pairs_aligned(uint64_t base, int32_t dtype, const int64_t (&stride)[2]) {
+  const uint64_t pair_bytes = dtype == kFloat32 ? 8 : 4;
+  return base % pair_bytes == 0 && stride[0] % 2 == 0 && stride[1] % 2 == 0;
+}
+
+ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
+  ForwardParams p{};
+  p.q = address<const void*>(a.q);
+  p.k = address<const void*>(a.k);
+  p.v = address<const void*>(a.v);
+  p.g = address<const void*>(a.g);
+  p.beta = address<const void*>(a.beta);
+  p.out = address<void*>(a.out);
+  p.a_log = address<const void*>(a.a_log);
+  p.dt_bias = address<const void*>(a.dt_bias);
+  p.initial_state = address<const void*>(a.initial_state);
+  p.final_state = address<void*>(a.final_state);
+  p.cu_seqlens = address<const void*>(a.cu_seqlens);
+
+  int* const schedule = address<int*>(a.workspace);
+  p.sequence_start = schedule;
+  p.chunk_begin = schedule + a.sequences + 1;
+  p.sequence_order = schedule + 2 * (a.sequences + 1);
+  p.records = address<unsigned char*>(a.workspace) + plan.schedule_bytes;
+
+  p.q_stride = token_strides(a.q_stride);
+  p.k_stride = token_strides(a.k_stride);
+  p.v_stride = token_strides(a.v_stride);
+  p.g_stride = token_strides(a.g_stride);
+  p.out_stride = token_strides(a.out_stride);
+  p.beta_stride = token_strides(a.beta_stride);
+  p.initial_stride = {a.initial_state_stride[0], a.initial_state_stride[1]};
+  p.final_stride = {a.final_state_stride[0], a.final_state_stride[1]};
+  p.cu_seqlens_stride = a.cu_seqlens_stride;
+
+  p.scale = a.scale;
+  p.log2_lower_bound = static_cast<float>(a.lower_bound * kLog2E);
+  p.batch = static_cast<int>(a.batch);
+  p.tokens = static_cast<int>(a.tokens);
+  p.heads = static_cast<int>(a.heads);
+  p.sequences = static_cast<int>(a.sequences);
+  p.chunks_per_sequence = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
+  p.beta_dtype = a.beta_dtype;
+  p.a_log_dtype = a.a_log_dtype;
+  p.dt_bias_dtype = a.dt_bias_dtype;
+  p.initial_dtype = a.initial_state_dtype;
+  p.final_dtype = a.final_state_dtype;
+  p.cu_seqlens_dtype = a.cu_seqlens_dtype;
+  p.initial_vectorised =
+      pairs_aligned(a.initial_state, a.initial_state_dtype, a.initial_state_stride);
+  p.final_vectorised = pairs_aligned(a.final_state, a.final_state_dtype, a.final_state_stride);
+  return p;
+}
+
+// What Python has checked already is checked again only where a mistake would reach memory.
+void check_args(const flash_kda_forward_args& a) {
+  const bool packed = a.cu_seqlens != 0;
+  if (a.batch < 0 || a.tokens < 0 || a.heads < 1 || a.sequences < 0) {
+    fail(FLASH_KDA_INVALID_ARGUMENT, "batch, tokens, heads and sequences must not be negative");
+  }
+  if (packed ? a.batch != 1 : a.sequences != a.batch) {
+    fail(FLASH_KDA_INVALID_ARGUMENT,
+         "batch is %lld with %lld sequences: a packed batch has one row, any other as many "
+         "sequences "
+         "as rows",
+         static_cast<long long>(a.batch), static_cast<long long>(a.sequences));
+  }
+  if (packed && a.cu_seqlens_dtype != kInt32 && a.cu_seqlens_dtype != kInt64) {
+    fail(FLASH_KDA_INVALID_ARGUMENT, "cu_seqlens has dtype code %d, needs int32 or int64",
+         a.cu_seqlens_dtype);
+  }
+}
+
+class Launcher {
+ public:
+  Launcher(CUstream stream, ForwardParams& params) : stream_(stream), arguments_{&params} {}
+
+  // Every launch but the first may begin while the one before it drains; the kernels wait for it
+  // before they read what it wrote.
+  void operator()(CUfunction kernel, int64_t ctas, int threads, int smem_bytes, const char* name) {
+    CUlaunchAttribute overlap{};
+    overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlap.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig config{};
+    config.gridDimX = static_cast<unsigned>(ctas);
+    config.gridDimY = config.gridDimZ = 1;
+    config.blockDimX = static_cast<unsigned>(threads);
+    config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = static_cast<unsigned>(smem_bytes);
+    config.hStream = stream_;
+    config.attrs = &overlap;
+    config.numAttrs = first_ ? 0 : 1;
+    check(driver().LaunchKernelEx(&config, kernel, arguments_, nullptr), name);
+    first_ = false;
+  }
+
+ private:
+  CUstream stream_;
+  void* arguments_[1];
+  bool first_ = true;
+};
+
+}  // namespace
+
+void launch_forward(const Module& module, const flash_kda_forward_args& args) {
+  check_args(args);
+  int64_t t_total;
+  if (__builtin_mul_overflow(args.batch, args.tokens, &t_total)) t_total = INT64_MAX;
+  const Plan plan = make_plan({t_total, args.heads, args.sequences}, module.sm_count, args.path);
+  if (args.workspace_bytes < plan.workspace_bytes || args.workspace % 256 != 0) {
+    fail(FLASH_KDA_INVALID_ARGUMENT,
+         "workspace has %lld bytes at 0x%llx, needs %lld at a multiple of 256",
+         static_cast<long long>(args.workspace_bytes),
+         static_cast<unsigned long long>(args.workspace),
+         static_cast<long long>(plan.workspace_bytes));
+  }
+  if (args.sequences == 0) return;
+
+  ForwardParams params = make_params(args, plan);
+  const CurrentContext current(module.context);
+  Launcher launch(address<CUstream>(args.stream), params);
+  if (args.cu_seqlens != 0) {
+    launch(module.schedule, 1, kScheduleThreads, 0, "launching flash_kda_schedule");
+  }
+  if (plan.prepare_ctas > 0) {
+    launch(module.prepare, plan.prepare_ctas, kPrepareThreads, kPrepareSmemBytes,
+           "launching flash_kda_prepare");
+  }
+  const RecurrenceShape& shape = recurrence_shape(plan.path);
+  int smem_bytes = shape.smem_bytes();
+  // Where every CTA can have a multiprocessor of its own it must: started while prepare drains,
+  // they would crowd on the first ones that fall free.
+  if (plan.recurrence_ctas <= module.sm_count && smem_bytes < module.exclusive_smem) {
+    smem_bytes = module.exclusive_smem;
+  }
+  launch(module.recurrence[plan.path], plan.recurrence_ctas, shape.threads(), smem_bytes,
+         "launching flash_kda_recurrence");
+}
+
+}  // namespace flash_kda::host

@@ -1,0 +1,80 @@
+#include "host/module.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "host/driver.h"
+#include "host/error.h"
+#include "launch_shapes.h"
+
+namespace flash_kda::host {
+namespace {
+
+// Loading allocates, which a stream capture in progress on this thread would forbid: a first call
+// inside a graph capture works because the mode is relaxed around it.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() {
+    check(driver().ThreadExchangeStreamCaptureMode(&mode_), "cuThreadExchangeStreamCaptureMode");
+  }
+  ~RelaxedCapture() { driver().ThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+int32_t device_attribute(CUdevice device, CUdevice_attribute attribute) {
+  int value = 0;
+  check(driver().DeviceGetAttribute(&value, attribute, device), "cuDeviceGetAttribute");
+  return value;
+}
+
+CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes) {
+  CUkernel kernel;
+  const CUresult found = driver().LibraryGetKernel(&kernel, library, name);
+  check(found, (std::string("cuLibraryGetKernel(") + name + ")").c_str());
+  CUfunction function;
+  check(driver().KernelGetFunction(&function, kernel), "cuKernelGetFunction");
+  if (smem_bytes > 0) {
+    check(driver().FuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                    smem_bytes),
+          (std::string("cuFuncSetAttribute(") + name + ", dynamic shared memory)").c_str());
+  }
+  return function;
+}
+
+}  // namespace
+
+Module* open_module(const void* image, int32_t device) {
+  const Driver& d = driver();
+  auto module = std::make_unique<Module>();
+  CUdevice handle;
+  check(d.DeviceGet(&handle, device), "cuDeviceGet");
+  module->sm_count = device_attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  module->exclusive_smem =
+      device_attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR) / 2;
+  check(d.DevicePrimaryCtxRetain(&module->context, handle), "cuDevicePrimaryCtxRetain");
+  const RelaxedCapture relaxed;
+  const CurrentContext current(module->context);
+  CUlibrary library;
+  check(d.LibraryLoadData(&library, image, nullptr, nullptr, 0, nullptr, nullptr, 0),
+        "cuLibraryLoadData");
+  try {
+    module->schedule = find_kernel(library, "flash_kda_schedule", 0);
+    module->prepare = find_kernel(library, "flash_kda_prepare", kPrepareSmemBytes);
+    const char* const names[kPathCount] = {"flash_kda_recurrence_v128", "flash_kda_recurrence_v64",
+                                           "flash_kda_recurrence_v32"};
+    for (int path = 0; path < kPathCount; ++path) {
+      module->recurrence[path] = find_kernel(
+          library, names[path],
+          std::max(recurrence_shape(static_cast<Path>(path)).smem_bytes(), module->exclusive_smem));
+    }
+  } catch (...) {
+    d.LibraryUnload(library);
+    throw;
+  }
+  return module.release();
+}
+
+}  // namespace flash_kda::host

@@ -1,0 +1,24 @@
+// A cubin loaded on one device.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "host/plan.h"
+
+namespace flash_kda::host {
+
+struct Module {
+  CUcontext context;
+  int32_t sm_count;
+  int32_t exclusive_smem;  // dynamic shared memory with which no two CTAs fit one multiprocessor
+  CUfunction schedule;
+  CUfunction prepare;
+  CUfunction recurrence[kPathCount];
+};
+
+// Never freed: kernels may still be running when the process ends.
+Module* open_module(const void* image, int32_t device);
+
+}  // namespace flash_kda::host

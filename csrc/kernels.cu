@@ -1,0 +1,3 @@
+// The one translation unit that becomes a cubin. Kernels carry C names, so that the launcher finds
+// them without a demangler; each takes the same parameter struct.
+#include "portable/entry.cuh"

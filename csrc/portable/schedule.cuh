@@ -1,0 +1,127 @@
+// Reads cu_seqlens once, on the device, and leaves what the other kernels need: starts that are
+// safe to use whatever cu_seqlens holds, the number of chunks before each sequence, and an order
+// that starts the longest sequences first. One CTA; no host ever reads cu_seqlens.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/sequences.cuh"
+#include "launch_shapes.h"
+
+namespace flash_kda::portable {
+
+constexpr int kScheduleWarps = kScheduleThreads / 32;
+constexpr int kLengthClasses = 128;  // four an octave of chunk counts, longest = 0
+
+__device__ __forceinline__ int length_class(int tokens) {
+  const int chunks = chunks_of(tokens);
+  if (chunks == 0) return kLengthClasses - 1;
+  const int exponent = 31 - __clz(chunks);
+  const int quarter =
+      exponent >= 2 ? (chunks >> (exponent - 2)) & 3 : (chunks << (2 - exponent)) & 3;
+  return kLengthClasses - 2 - (4 * exponent + quarter);
+}
+
+struct Max {
+  __device__ __forceinline__ int operator()(int a, int b) const { return max(a, b); }
+};
+struct Sum {
+  __device__ __forceinline__ int operator()(int a, int b) const { return a + b; }
+};
+
+// Inclusive scan over the CTA, seeded by `carry`, which becomes the total. `totals`: one int a
+// warp.
+template <class Op>
+__device__ __forceinline__ int block_scan(int value, int& carry, int* totals, Op op) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value = op(other, value);
+  }
+  if (lane == 31) totals[warp] = value;
+  __syncthreads();
+  int total = totals[lane];  // kScheduleWarps == 32
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, total, distance);
+    if (lane >= distance) total = op(other, total);
+  }
+  const int before = __shfl_sync(0xffffffffu, total, warp == 0 ? 0 : warp - 1);
+  value = op(carry, warp == 0 ? value : op(before, value));
+  carry = op(carry, __shfl_sync(0xffffffffu, total, 31));
+  __syncthreads();  // totals is free again
+  return value;
+}
+
+__device__ __forceinline__ int read_boundary(const ForwardParams& p, int n) {
+  const long long index = n * p.cu_seqlens_stride;
+  const long long raw = p.cu_seqlens_dtype == kInt64
+                            ? static_cast<const long long*>(p.cu_seqlens)[index]
+                            : static_cast<const int*>(p.cu_seqlens)[index];
+  return static_cast<int>(min(max(raw, 0ll), static_cast<long long>(p.tokens)));
+}
+
+__device__ void schedule(const ForwardParams& p) {
+  static_assert(kScheduleWarps == 32, "block_scan reads one total a lane");
+  __shared__ int totals[kScheduleWarps];
+  __shared__ int class_offset[kLengthClasses];
+  const int tid = threadIdx.x;
+  allow_next_launch();
+  if (tid < kLengthClasses) class_offset[tid] = 0;
+
+  // The running maximum of the boundaries is what makes any cu_seqlens safe: starts never decrease,
+  // so all chunks together are at most T / 16 + N, which is what the workspace holds.
+  int reached = read_boundary(p, 0);
+  int chunks = 0;
+  if (tid == 0) {
+    p.sequence_start[0] = reached;
+    p.chunk_begin[0] = 0;
+  }
+  for (int base = 0; base < p.sequences; base += kScheduleThreads) {
+    const int n = base + tid;
+    const bool present = n < p.sequences;
+    const int end = block_scan(present ? read_boundary(p, n + 1) : 0, reached, totals, Max{});
+    // The sequence starts where the one before it ended; that thread has just computed it.
+    if (present) p.sequence_start[n + 1] = end;
+    __syncthreads();
+    const int length = present ? end - p.sequence_start[n] : 0;
+    const int chunk_end = block_scan(chunks_of(length), chunks, totals, Sum{});
+    if (present) {
+      p.chunk_begin[n + 1] = chunk_end;
+      atomicAdd(&class_offset[length_class(length)], 1);
+    }
+  }
+  __syncthreads();
+
+  // Counts -> first position of each class; kLengthClasses / 32 classes a lane of one warp.
+  if (tid < 32) {
+    constexpr int kPerLane = kLengthClasses / 32;
+    int count[kPerLane], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      count[i] = class_offset[tid * kPerLane + i];
+      sum += count[i];
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, before, distance);
+      if (tid >= distance) before += other;
+    }
+    before -= sum;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      class_offset[tid * kPerLane + i] = before;
+      before += count[i];
+    }
+  }
+  __syncthreads();
+
+  // Within a class the order varies from run to run; no result depends on it.
+  for (int n = tid; n < p.sequences; n += kScheduleThreads) {
+    const int length = p.sequence_start[n + 1] - p.sequence_start[n];
+    p.sequence_order[atomicAdd(&class_offset[length_class(length)], 1)] = n;
+  }
+}
+
+}  // namespace flash_kda::portable
