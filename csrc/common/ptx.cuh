@@ -101,13 +101,8 @@ __device__ __forceinline__ void allow_next_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// 8 bytes that are read once.
-__device__ __forceinline__ uint2 load_streaming_8(const void* global) {
-  uint2 value;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(value.x), "=r"(value.y)
-               : "l"(global));
-  return value;
-}
+// Keeps `x` in a register: without it the compiler works cheap address arithmetic out again in
+// every round of a loop, and a warp that is alone on its scheduler has no time for that.
+__device__ __forceinline__ void keep_in_register(int& x) { asm volatile("" : "+r"(x)); }
 
 }  // namespace flash_kda

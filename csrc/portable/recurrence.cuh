@@ -141,20 +141,28 @@ class Chain {
         chunks_(chunks_of(slice.range.tokens.length)),
         out_step_(2 * kTokensAtOnce * p.out_stride.token) {
     const int token = lane_ / kUnits, byte = lane_ % kUnits * 16;
-    tokens_left_ = slice.range.tokens.length - token;
+    // One chunk back: outputs are written while the next chunk is worked on.
+    tokens_left_ = slice.range.tokens.length - token + kChunk;
     next_out_ = static_cast<unsigned char*>(p.out) +
                 slice.token_bytes(p.out_stride, slice.first_row + warp * kShape.rows_per_warp()) +
-                2 * token * p.out_stride.token + byte;
+                2 * (token - kChunk) * p.out_stride.token + byte;
     output_piece_ = token * kRowBytes + byte;
 
     const int row = (lane_ & 7) + (lane_ >> 4) * 8, half = (lane_ >> 3) & 1;
     value_matrix_ = row * kShape.value_row_bytes() + 2 * warp * kShape.rows_per_warp() + 16 * half;
     output_matrix_ = row * kRowBytes + 16 * half;
     square_matrix_ = square_offset(row, 8 * half);
+    decay_ = ChunkRecord::kDecay + 16 * (lane_ & 3);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       token_major_[n] = image_offset(row, 32 * n + 16 * half);
       channel_major_[n] = image_offset((lane_ & 7) + half * 8, 32 * n + (lane_ >> 4) * 16);
+      keep_in_register(token_major_[n]);
+      keep_in_register(channel_major_[n]);
+    }
+    for (int* offset :
+         {&output_piece_, &output_matrix_, &value_matrix_, &square_matrix_, &decay_}) {
+      keep_in_register(*offset);
     }
   }
 
@@ -167,19 +175,19 @@ class Chain {
       if (!landed) FullBarrier::wait(&smem_.full[ring.stage], ring.parity);
       Fragment4
           pieces[kRounds];  // of the chunk before: its output's latencies pass behind this one
-      if (chunk > 0) read_output(pieces);
+      read_output(pieces);
       float o[kTiles][2][4] = {};
       advance_state(s, o, smem_.stage[ring.stage]);
       __syncwarp();  // all lanes have read the stage and the last output
       if (lane_ == 0) EmptyBarrier::arrive(&smem_.empty[ring.stage]);
       ring.advance();
       landed = FullBarrier::test_wait(&smem_.full[ring.stage], ring.parity, 1);
-      if (chunk > 0) write_output(pieces);
+      write_output(pieces, chunk > 0);
       stage_output(o);
     }
     Fragment4 pieces[kRounds];
     read_output(pieces);
-    write_output(pieces);
+    write_output(pieces, true);
   }
 
  private:
@@ -189,54 +197,86 @@ class Chain {
   static constexpr int kRounds = kChunk / kTokensAtOnce;
   static_assert(kRounds * kTokensAtOnce == kChunk, "lanes share a chunk's rows evenly");
 
+  static constexpr int kOperands = kHeadDim / 16;  // A operands along K
+  // With one tile there are registers to keep the state's operands until the chain waits, and two
+  // sums are needed to have four independent products under way.
+  static constexpr bool kHoldsState = kTiles == 1;
+  static constexpr int kPartialSums = kTiles == 1 ? 2 : 1;
+
   // One chunk of the recurrence: s becomes the state after it, o (zero on entry) the unscaled O^T.
+  // The chain is x -> u -> s; what else there is to multiply is placed where the chain has to wait.
   __device__ __forceinline__ void advance_state(State& s, float (&o)[kTiles][2][4],
                                                 const typename Smem::Stage& stage) {
     const unsigned char* const record = stage.record;
-    float x[kTiles][2][4];  // V^T - S^T K~^T; the record holds -K~
+    float x[kTiles][kPartialSums][2][4];  // V^T - S^T K~^T; the record holds -K~
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const Fragment4 v = load_matrices_transposed(stage.value + value_matrix_ + 32 * tile);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[tile][i >> 1][2 * (i & 1)] = bf16_low(v.x[i]);
-        x[tile][i >> 1][2 * (i & 1) + 1] = bf16_high(v.x[i]);
+        x[tile][0][i >> 1][2 * (i & 1)] = bf16_low(v.x[i]);
+        x[tile][0][i >> 1][2 * (i & 1) + 1] = bf16_high(v.x[i]);
       }
-    }
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 16; ++n) {
-      const unsigned char* at = record + token_major_[n % 4] + 128 * (n / 4);
-      const Fragment4 key = load_matrices(at + ChunkRecord::kKeyDecayed);
-      const Fragment4 query = load_matrices(at + ChunkRecord::kQueryDecayed);
-      const float4 decay = *reinterpret_cast<const float4*>(record + ChunkRecord::kDecay + 64 * n +
-                                                            16 * (lane_ & 3));
+      for (int i = 0; i < 8 * (kPartialSums - 1); ++i)
+        x[tile][kPartialSums - 1][i >> 2][i & 3] = 0.0f;
+    }
+    Fragment4 held[kHoldsState ? kOperands : 1];
+#pragma unroll
+    for (int n = 0; n < kOperands; ++n) {
+      const Fragment4 key = load_token_major(record + ChunkRecord::kKeyDecayed, n);
+      const float4 decay = *reinterpret_cast<const float4*>(record + decay_ + 64 * n);
+      Fragment4 query;
+      if constexpr (!kHoldsState) query = load_token_major(record + ChunkRecord::kQueryDecayed, n);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float (&left)[4] = s[tile][2 * n];
         float (&right)[4] = s[tile][2 * n + 1];
         const Fragment4 state = as_operand(left, right);
-        mma(x[tile][0], state, key.x[0], key.x[1]);
-        mma(x[tile][1], state, key.x[2], key.x[3]);
-        mma(o[tile][0], state, query.x[0], query.x[1]);
-        mma(o[tile][1], state, query.x[2], query.x[3]);
+        mma(x[tile][n % kPartialSums][0], state, key.x[0], key.x[1]);
+        mma(x[tile][n % kPartialSums][1], state, key.x[2], key.x[3]);
+        if constexpr (kHoldsState) {
+          held[n] = state;
+        } else {
+          mma(o[tile][0], state, query.x[0], query.x[1]);
+          mma(o[tile][1], state, query.x[2], query.x[3]);
+        }
         left[0] *= decay.x, left[1] *= decay.y, left[2] *= decay.x, left[3] *= decay.y;
         right[0] *= decay.z, right[1] *= decay.w, right[2] *= decay.z, right[3] *= decay.w;
       }
     }
+    const auto multiply_queries = [&](int first, int end) {
+      if constexpr (kHoldsState) {
+#pragma unroll
+        for (int n = first; n < end; ++n) {
+          const Fragment4 query = load_token_major(record + ChunkRecord::kQueryDecayed, n);
+          mma(o[0][0], held[n], query.x[0], query.x[1]);
+          mma(o[0][1], held[n], query.x[2], query.x[3]);
+        }
+      }
+    };
 
     const Fragment4 inverse = load_matrices(record + ChunkRecord::kInverse + square_matrix_);
     const Fragment4 scores = load_matrices(record + ChunkRecord::kScores + square_matrix_);
-    Fragment4 u[kTiles];
+    multiply_queries(0, kOperands / 2);
+    float update[kTiles][2][4] = {};
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      float update[2][4] = {};
-      const Fragment4 operand = as_operand(x[tile][0], x[tile][1]);
-      mma(update[0], operand, inverse.x[0], inverse.x[1]);
-      mma(update[1], operand, inverse.x[2], inverse.x[3]);
-      u[tile] = as_operand(update[0], update[1]);
-    }
+      if constexpr (kPartialSums == 2) {
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 16; ++n) {
+        for (int i = 0; i < 8; ++i) x[tile][0][i >> 2][i & 3] += x[tile][1][i >> 2][i & 3];
+      }
+      const Fragment4 operand = as_operand(x[tile][0][0], x[tile][0][1]);
+      mma(update[tile][0], operand, inverse.x[0], inverse.x[1]);
+      mma(update[tile][1], operand, inverse.x[2], inverse.x[3]);
+    }
+    multiply_queries(kOperands / 2, kOperands);
+    Fragment4 u[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      u[tile] = as_operand(update[tile][0], update[tile][1]);
+#pragma unroll
+    for (int n = 0; n < kOperands; ++n) {
       // K- is stored token by token, which is the transpose of the B operand.
       const Fragment4 key = load_matrices_transposed(record + ChunkRecord::kKeyRemaining +
                                                      channel_major_[n % 4] + 128 * (n / 4));
@@ -251,6 +291,11 @@ class Chain {
       mma(o[tile][0], u[tile], scores.x[0], scores.x[1]);
       mma(o[tile][1], u[tile], scores.x[2], scores.x[3]);
     }
+  }
+
+  // B operand of 16 channels, 16 * n .., from an image of K~ or Q~.
+  __device__ __forceinline__ Fragment4 load_token_major(const unsigned char* image, int n) const {
+    return load_matrices(image + token_major_[n % 4] + 128 * (n / 4));
   }
 
   // O^T, scaled, as token rows in this warp's shared memory.
@@ -278,11 +323,11 @@ class Chain {
   }
 
   // Rows past the end are somebody else's.
-  __device__ __forceinline__ void write_output(const Fragment4 (&pieces)[kRounds]) {
+  __device__ __forceinline__ void write_output(const Fragment4 (&pieces)[kRounds], bool exists) {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const unsigned (&piece)[4] = pieces[i].x;
-      if (tokens_left_ > 0) {
+      if (exists && tokens_left_ > 0) {
         *reinterpret_cast<uint4*>(next_out_) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
       }
       next_out_ += out_step_;
@@ -299,7 +344,7 @@ class Chain {
   unsigned char* next_out_;
   // Byte offsets of this lane: its piece of an output row, and its row of each kind of ldmatrix.
   // Along an image the swizzle repeats every 128 bytes, so four offsets serve eight steps.
-  int output_piece_, output_matrix_, value_matrix_, square_matrix_;
+  int output_piece_, output_matrix_, value_matrix_, square_matrix_, decay_;
   int token_major_[4], channel_major_[4];
 };
 
