@@ -1,0 +1,34 @@
+"""Fast forward pass of Kimi Delta Attention (arXiv 2510.26692) for NVIDIA GPUs.
+
+``fwd`` is the operation, ``workspace_size`` the scratch memory it needs. CPU tensors work too,
+slowly. Importing this package opens no library and does not initialise CUDA.
+"""
+
+from ._version import __version__
+from .errors import (
+    BrokenInstallError,
+    CubinOverrideError,
+    DriverNotFoundError,
+    DriverTooOldError,
+    FlashKDAError,
+    LaunchError,
+    LoaderError,
+    NoCubinError,
+    UnsupportedGPUError,
+)
+from .ops import fwd, workspace_size
+
+__all__ = [
+    "BrokenInstallError",
+    "CubinOverrideError",
+    "DriverNotFoundError",
+    "DriverTooOldError",
+    "FlashKDAError",
+    "LaunchError",
+    "LoaderError",
+    "NoCubinError",
+    "UnsupportedGPUError",
+    "__version__",
+    "fwd",
+    "workspace_size",
+]

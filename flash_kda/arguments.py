@@ -1,0 +1,339 @@
+"""Checks of the arguments of fwd: each misuse gets one error, before anything is written.
+
+Metadata are checked once per combination (layout.py) and remembered; each call checks what may
+differ under equal metadata: addresses, gradients, scalars and, on the CPU, cu_seqlens's values.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import overlap
+from .layout import (
+    A_LOG,
+    DT_BIAS,
+    FINAL,
+    INITIAL,
+    NAMES,
+    OUT,
+    WORKSPACE,
+    WRITTEN,
+    G,
+    K,
+    Layout,
+    Q,
+    Tensors,
+    V,
+    build,
+    refuse,
+)
+
+_FP32_MAX = 3.4028234663852886e38
+_LOWEST_BOUND = -5.0
+_VECTOR_BYTES = 16
+_WORKSPACE_ALIGNMENT = 256
+_ALIGNED_16 = (Q, K, V, G, OUT)
+
+# Few combinations recur in a process; these bound the memory where that does not hold.
+_LAYOUT_LIMIT = 256
+_PROVEN_LIMIT = 64
+_layouts: dict[Any, Layout] = {}
+
+
+class CheckedCall(NamedTuple):
+    """A call whose arguments are all as they must be."""
+
+    layout: Layout
+    pointers: tuple[int, ...]
+    """Addresses in the order of layout.NAMES; 0 if absent or empty."""
+    scale: float
+    lower_bound: float
+    copies: tuple[Tensor, ...]
+    """Contiguous copies that some pointers refer to; to be kept until the launch."""
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    workspace: Tensor | None,
+) -> CheckedCall:
+    """Check all arguments of fwd but the size of the workspace, which the launcher knows.
+
+    Raises:
+        TypeError: a wrong Python type or dtype.
+        ValueError: any other misuse. Both name the argument, what it got and what it needs.
+    """
+    # Written out, not looped: this part decides what a call costs on the host. Only tensors that
+    # may be fp32 with any stride can be lazily negated (the imaginary part of a conjugate).
+    try:
+        key: Any = (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.device,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.device,
+            g.shape,
+            g.stride(),
+            g.dtype,
+            g.device,
+            beta.shape,
+            beta.stride(),
+            beta.dtype,
+            beta.device,
+            beta.is_neg(),
+            out.shape,
+            out.stride(),
+            out.dtype,
+            out.device,
+            None if A_log is None else (_metadata(A_log), A_log.is_neg()),
+            None if dt_bias is None else (_metadata(dt_bias), dt_bias.is_neg()),
+            None if initial_state is None else _metadata(initial_state),
+            None if final_state is None else _metadata(final_state),
+            None if cu_seqlens is None else _metadata(cu_seqlens),
+            None if workspace is None else _metadata(workspace),
+        )
+        layout = _layouts.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        # Not a tensor, or one of a kind without strides: build names it.
+        key = layout = None
+    tensors = (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        out,
+        A_log,
+        dt_bias,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        workspace,
+    )
+    if layout is None:
+        layout = build(tensors)
+        if key is not None:
+            if len(_layouts) >= _LAYOUT_LIMIT:
+                _layouts.clear()
+            _layouts[key] = layout
+    if type(scale) is not float or not -_FP32_MAX <= scale <= _FP32_MAX:
+        scale = _scale(scale)
+    if type(lower_bound) is not float or not _LOWEST_BOUND <= lower_bound <= 0.0:
+        lower_bound = _lower_bound(lower_bound)
+    if torch.is_grad_enabled():
+        _check_gradients(tensors)
+
+    try:
+        pointers = (
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            g.data_ptr(),
+            beta.data_ptr(),
+            out.data_ptr(),
+            0 if A_log is None else A_log.data_ptr(),
+            0 if dt_bias is None else dt_bias.data_ptr(),
+            0 if initial_state is None else initial_state.data_ptr(),
+            0 if final_state is None else final_state.data_ptr(),
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(),
+        )
+    except RuntimeError:
+        _refuse_without_memory(tensors, layout)
+        raise
+    # What follows from metadata and addresses together is remembered like the layout.
+    if pointers not in layout.proven:
+        _check_addresses(tensors, pointers, layout)
+        if len(layout.proven) >= _PROVEN_LIMIT:
+            layout.proven.clear()
+        layout.proven.add(pointers)
+    if cu_seqlens is not None and not layout.on_cuda:
+        _check_cu_values(cu_seqlens, layout.tokens)
+    if layout.copies != (False, False):
+        return _with_copies(layout, pointers, scale, lower_bound, A_log, dt_bias)
+    return CheckedCall(layout, pointers, scale, lower_bound, ())
+
+
+def check_workspace_size(workspace: Tensor, needed: int, layout: Layout) -> None:
+    """Refuse a workspace of fewer than ``needed`` bytes."""
+    if workspace.numel() < needed:
+        sizes = f"{layout.t_total}, {layout.heads}, {layout.sequences}"
+        raise ValueError(
+            refuse(
+                "workspace",
+                f"{workspace.numel()} bytes",
+                f"at least {needed}, which is flash_kda.workspace_size({sizes})",
+            )
+        )
+
+
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _scale(value: object) -> float:
+    number = _number("scale", value)
+    if not -_FP32_MAX <= number <= _FP32_MAX:
+        raise ValueError(refuse("scale", repr(value), "a finite number within the range of fp32"))
+    return number
+
+
+def _lower_bound(value: object) -> float:
+    if value is None:
+        raise ValueError(
+            refuse(
+                "lower_bound",
+                "None",
+                "a float in [-5, 0]; softplus-gated models (lower_bound=None) are not supported "
+                "yet",
+            )
+        )
+    number = _number("lower_bound", value)
+    if not _LOWEST_BOUND <= number <= 0.0:
+        raise ValueError(refuse("lower_bound", repr(value), "a float in [-5, 0]"))
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    """A Python, numpy or 0-dimensional CPU tensor number as a float; bools are refused."""
+    needs = "a real number (float)"
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            got = f"a tensor on {value.device}"
+            raise TypeError(refuse(name, got, f"{needs}; reading it would wait for the device"))
+        if value.dim() or value.dtype == torch.bool or value.is_complex() or value.is_quantized:
+            got = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
+            raise TypeError(refuse(name, got, f"{needs} or a 0-dimensional real CPU tensor"))
+        return float(value.item())
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        got = "None" if value is None else f"{value!r} of type {type(value).__name__}"
+        raise TypeError(refuse(name, got, needs))
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # beyond every limit, whatever its sign
+
+
+def _check_gradients(tensors: Tensors) -> None:
+    for name, tensor in zip(NAMES, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                refuse(
+                    name,
+                    "a tensor that requires grad, with grad mode on",
+                    "torch.no_grad() or torch.inference_mode() around the call, or a detached "
+                    "tensor: flash_kda is forward only",
+                )
+            )
+
+
+def _refuse_without_memory(tensors: Tensors, layout: Layout) -> None:
+    for name, tensor, extent in zip(NAMES, tensors, layout.extents, strict=True):
+        if tensor is None or not extent:
+            continue
+        try:
+            missing = not tensor.data_ptr()
+        except RuntimeError:
+            missing = True
+        if missing:
+            got = f"a {type(tensor).__name__} without memory (fake, traced or transformed)"
+            raise ValueError(refuse(name, got, "a tensor that holds data"))
+
+
+def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout) -> None:
+    if any(extent and not at for at, extent in zip(pointers, layout.extents, strict=True)):
+        _refuse_without_memory(tensors, layout)
+    for position in (*_ALIGNED_16, WORKSPACE):
+        alignment = _WORKSPACE_ALIGNMENT if position == WORKSPACE else _VECTOR_BYTES
+        excess = pointers[position] % alignment
+        if excess:
+            raise ValueError(
+                refuse(
+                    NAMES[position],
+                    f"a first element {excess} bytes past a multiple of {alignment}",
+                    f"{alignment}-byte alignment of its first element",
+                )
+            )
+    _check_overlaps(pointers, layout)
+
+
+def _check_overlaps(pointers: tuple[int, ...], layout: Layout) -> None:
+    """Refuse a written tensor that shares memory with another; states may be one tensor."""
+    extents, geometries = layout.extents, layout.geometries
+    for written in WRITTEN:
+        begin, end = pointers[written], pointers[written] + extents[written]
+        for other, geometry in enumerate(geometries):
+            at = pointers[other]
+            if other == written or not (at < end and begin < at + extents[other]):
+                continue
+            if {written, other} == {INITIAL, FINAL} and layout.states_alike and at == begin:
+                continue
+            mine = geometries[written]
+            assert mine is not None and geometry is not None
+            if overlap.share_memory(mine, geometry, at - begin):
+                needs = "memory that no other argument uses"
+                if {written, other} == {INITIAL, FINAL}:
+                    needs = "memory of its own, or to be the very tensor given as initial_state"
+                got = f"a tensor that shares memory with {NAMES[other]}"
+                raise ValueError(refuse(NAMES[written], got, needs))
+
+
+def _check_cu_values(cu_seqlens: Tensor, tokens: int) -> None:
+    """Refuse offsets outside [0, T] or falling ones; reads the values (CPU only)."""
+    values = cu_seqlens.long()
+    before = torch.cat((values.new_zeros(1), values[:-1]))
+    bad = torch.nonzero((values < before) | (values > tokens))
+    if not bad.numel():
+        return
+    index = int(bad[0])
+    value, floor = int(values[index]), int(before[index])
+    after = f", the value before it, {floor}" if index else " 0"
+    raise ValueError(
+        refuse(
+            "cu_seqlens",
+            f"cu_seqlens[{index}] = {value}",
+            f"at least{after} and at most T = {tokens}",
+        )
+    )
+
+
+def _with_copies(
+    layout: Layout,
+    pointers: tuple[int, ...],
+    scale: float,
+    lower_bound: float,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> CheckedCall:
+    addresses = list(pointers)
+    copies = []
+    parameters = ((A_LOG, A_log), (DT_BIAS, dt_bias))
+    for (position, tensor), needed in zip(parameters, layout.copies, strict=True):
+        if needed and tensor is not None:
+            copy = tensor.detach().contiguous()
+            addresses[position] = copy.data_ptr()
+            copies.append(copy)
+    return CheckedCall(layout, tuple(addresses), scale, lower_bound, tuple(copies))

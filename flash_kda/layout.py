@@ -1,0 +1,359 @@
+"""Checks of everything about a call's tensors but their addresses and values.
+
+What passes becomes a Layout, which arguments.py keeps: calls that repeat one, as the layers of a
+model do, are not examined again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import overlap
+
+HEAD_DIM = 128
+TOKEN_LIMIT = 2**31
+"""B * T and the number of sequences stay below this."""
+
+NAMES = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "out",
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "final_state",
+    "cu_seqlens",
+    "workspace",
+)
+"""The tensor arguments, in the order of the launcher's argument block."""
+
+Q, K, V, G, BETA, OUT, A_LOG, DT_BIAS, INITIAL, FINAL, CU_SEQLENS, WORKSPACE = range(len(NAMES))
+
+WRITTEN = (OUT, FINAL, WORKSPACE)
+_REQUIRED = frozenset((Q, K, V, G, BETA, OUT))
+
+Tensors = tuple[Tensor | None, ...]
+"""One entry for each of NAMES."""
+
+DTYPE_CODES = {
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.float64: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+}
+_BF16 = (torch.bfloat16,)
+_BF16_OR_FP32 = (torch.float32, torch.bfloat16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Layout:
+    """Sizes, strides and dtypes of a call whose metadata are all as they must be."""
+
+    __slots__ = (
+        "copies",
+        "device",
+        "dtypes",
+        "extents",
+        "geometries",
+        "geometry",
+        "heads",
+        "index",
+        "on_cuda",
+        "proven",
+        "sequences",
+        "states_alike",
+        "t_total",
+        "tokens",
+        "varlen",
+        "workspace_bytes",
+    )
+
+    device: torch.device
+    on_cuda: bool
+    index: int
+    """Ordinal of the CUDA device; -1 on the CPU."""
+    tokens: int
+    t_total: int
+    """Tokens of all batch rows together."""
+    heads: int
+    sequences: int
+    varlen: bool
+    """Whether cu_seqlens is given."""
+    geometry: tuple[int, ...]
+    """The 27 integers of the argument block from ``batch`` to ``cu_seqlens_stride``."""
+    dtypes: tuple[int, ...]
+    """The 6 dtype codes of the argument block."""
+    geometries: tuple[overlap.Geometry | None, ...]
+    """For each of NAMES what overlap.py needs; None if absent."""
+    extents: tuple[int, ...]
+    """For each of NAMES the bytes from its first to its last element; 0 if absent or empty."""
+    states_alike: bool
+    """Whether the two states have the same dtype and strides, so that they may be one tensor."""
+    copies: tuple[bool, bool]
+    """Whether A_log and dt_bias have gaps and must be copied for the kernels."""
+    workspace_bytes: int | None
+    """Bytes the kernels need; filled in by the first call that asks for it."""
+    proven: set[tuple[int, ...]]
+    """Addresses for which arguments.py has found everything in order."""
+
+
+def refuse(name: str, got: str, needs: str) -> str:
+    """The text of an argument error."""
+    return f"flash_kda.fwd: {name}: got {got}; needs {needs}"
+
+
+def build(tensors: Tensors) -> Layout:
+    """Check the metadata of all tensors.
+
+    Raises:
+        TypeError: not a tensor, or of a wrong dtype.
+        ValueError: a wrong kind of tensor, rank, size, device or stride.
+    """
+    for position, tensor in enumerate(tensors):
+        _check_kind(position, tensor)
+    q = _of(tensors, Q)
+    if q.device.type not in ("cuda", "cpu"):
+        raise ValueError(refuse("q", f"a tensor on {q.device}", "a CUDA or CPU device"))
+    for position, tensor in enumerate(tensors):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(
+                refuse(NAMES[position], f"a tensor on {tensor.device}", f"{q.device}, as q")
+            )
+
+    layout = Layout()
+    batch, tokens, heads = _check_q(q)
+    layout.device = q.device
+    layout.on_cuda = q.is_cuda
+    layout.index = q.get_device()
+    layout.tokens, layout.heads, layout.t_total = tokens, heads, batch * tokens
+    layout.sequences = _check_cu_seqlens(tensors[CU_SEQLENS], batch)
+    layout.varlen = tensors[CU_SEQLENS] is not None
+    layout.workspace_bytes = None
+    for position in (K, V, G, OUT):
+        _check_shape(tensors, position, (batch, tokens, heads, HEAD_DIM), "[B, T, H, 128] as q")
+        _check_dtype(tensors, position, _BF16)
+    _check_shape(tensors, BETA, (batch, tokens, heads), "[B, T, H] to fit q")
+    _check_dtype(tensors, BETA, _BF16_OR_FP32)
+    for position in (Q, K, V, G, OUT):
+        _check_token_strides(position, _of(tensors, position))
+    _check_parameters(tensors, heads)
+    for position in (INITIAL, FINAL):
+        _check_state(tensors, position, layout)
+    _check_workspace(tensors[WORKSPACE])
+    for position in (OUT, FINAL):
+        _check_written_once(position, tensors[position])
+
+    layout.geometries = tuple(None if x is None else _geometry(x) for x in tensors)
+    layout.extents = tuple(0 if x is None else overlap.extent_bytes(x) for x in layout.geometries)
+    layout.proven = set()
+    layout.copies = (_has_gaps(tensors[A_LOG]), _has_gaps(tensors[DT_BIAS]))
+    initial, final = tensors[INITIAL], tensors[FINAL]
+    layout.states_alike = (
+        initial is not None
+        and final is not None
+        and initial.dtype == final.dtype
+        and _strides(initial, 4) == _strides(final, 4)
+    )
+    cu_seqlens = tensors[CU_SEQLENS]
+    layout.geometry = (
+        batch,
+        tokens,
+        heads,
+        layout.sequences,
+        *(stride for at in (Q, K, V, G, OUT, BETA) for stride in _strides(tensors[at], 3)),
+        *_strides(initial, 2),
+        *_strides(final, 2),
+        0 if cu_seqlens is None else cu_seqlens.stride(0),
+    )
+    layout.dtypes = tuple(
+        0 if x is None else DTYPE_CODES[x.dtype]
+        for x in (tensors[at] for at in (BETA, A_LOG, DT_BIAS, INITIAL, FINAL, CU_SEQLENS))
+    )
+    return layout
+
+
+def _of(tensors: Tensors, position: int) -> Tensor:
+    tensor = tensors[position]
+    assert tensor is not None
+    return tensor
+
+
+def _check_kind(position: int, tensor: object) -> None:
+    name = NAMES[position]
+    if tensor is None and position not in _REQUIRED:
+        return
+    if not isinstance(tensor, Tensor):
+        needs = "a torch.Tensor" if position in _REQUIRED else "a torch.Tensor or None"
+        got = "None" if tensor is None else f"a value of type {type(tensor).__name__}"
+        raise TypeError(refuse(name, got, needs))
+    needs = "an ordinary strided tensor"
+    if tensor.is_nested:
+        raise ValueError(refuse(name, "a nested tensor", needs + " (pack it with cu_seqlens)"))
+    if tensor.layout != torch.strided:
+        raise ValueError(refuse(name, f"a tensor of layout {tensor.layout}", needs))
+    if tensor.is_quantized:
+        raise TypeError(refuse(name, f"a quantized tensor ({tensor.dtype})", needs))
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(
+            refuse(name, "a lazily negated or conjugated view", "stored values (resolve_neg())")
+        )
+
+
+def _check_dtype(tensors: Tensors, position: int, allowed: tuple[torch.dtype, ...]) -> None:
+    tensor = tensors[position]
+    if tensor is not None and tensor.dtype not in allowed:
+        needs = " or ".join(str(dtype) for dtype in allowed)
+        raise TypeError(refuse(NAMES[position], f"dtype {tensor.dtype}", f"dtype {needs}"))
+
+
+def _check_shape(tensors: Tensors, position: int, shape: tuple[int, ...], what: str) -> None:
+    tensor = tensors[position]
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(
+            refuse(NAMES[position], f"shape {list(tensor.shape)}", f"shape {list(shape)}, {what}")
+        )
+
+
+def _check_q(q: Tensor) -> tuple[int, int, int]:
+    _check_dtype((q,), Q, _BF16)
+    shape = list(q.shape)
+    if len(shape) != 4:
+        raise ValueError(refuse("q", f"shape {shape}", "4 dimensions, [B, T, H, 128]"))
+    batch, tokens, heads, head_dim = shape
+    if head_dim != HEAD_DIM:
+        raise ValueError(
+            refuse("q", f"shape {shape}", "a last dimension of 128, the only head size supported")
+        )
+    if heads < 1:
+        raise ValueError(refuse("q", f"shape {shape}", "at least one head"))
+    if batch * tokens >= TOKEN_LIMIT or batch >= TOKEN_LIMIT:
+        raise ValueError(
+            refuse("q", f"shape {shape}, B * T = {batch * tokens}", "B * T below 2^31")
+        )
+    return batch, tokens, heads
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> int:
+    """The number of sequences."""
+    if cu_seqlens is None:
+        return batch
+    _check_dtype((None,) * CU_SEQLENS + (cu_seqlens,), CU_SEQLENS, _INTEGERS)
+    if cu_seqlens.dim() != 1:
+        raise ValueError(
+            refuse("cu_seqlens", f"shape {list(cu_seqlens.shape)}", "one dimension, [N + 1]")
+        )
+    count = cu_seqlens.shape[0]
+    if not 1 <= count < TOKEN_LIMIT:
+        raise ValueError(
+            refuse("cu_seqlens", f"{count} entries", "N + 1 entries: at least 1, below 2^31")
+        )
+    if batch != 1:
+        raise ValueError(
+            refuse("q", f"B = {batch} with cu_seqlens", "B = 1: cu_seqlens packs one batch row")
+        )
+    return count - 1
+
+
+def _check_token_strides(position: int, tensor: Tensor) -> None:
+    if not tensor.numel():
+        return
+    name, strides = NAMES[position], tensor.stride()
+    if strides[3] != 1:
+        raise ValueError(
+            refuse(name, f"strides {list(strides)}", "a contiguous last dimension (stride 1)")
+        )
+    for dim in range(3):
+        if tensor.shape[dim] > 1 and strides[dim] % 8:
+            raise ValueError(
+                refuse(
+                    name,
+                    f"strides {list(strides)}",
+                    f"a stride of dimension {dim} that is a multiple of 8 elements (16 bytes)",
+                )
+            )
+
+
+def _check_parameters(tensors: Tensors, heads: int) -> None:
+    a_log, dt_bias = tensors[A_LOG], tensors[DT_BIAS]
+    _check_dtype(tensors, A_LOG, _FLOATS)
+    if a_log is not None and a_log.numel() != heads:
+        raise ValueError(
+            refuse("A_log", f"shape {list(a_log.shape)}", f"H = {heads} elements, one a head")
+        )
+    _check_dtype(tensors, DT_BIAS, _FLOATS)
+    if dt_bias is not None:
+        shape = tuple(dt_bias.shape)
+        if shape not in ((heads, HEAD_DIM), (heads * HEAD_DIM,)):
+            needs = f"shape [{heads}, 128] or [{heads * HEAD_DIM}], that is [H, 128] or [H * 128]"
+            raise ValueError(refuse("dt_bias", f"shape {list(shape)}", needs))
+
+
+def _check_state(tensors: Tensors, position: int, layout: Layout) -> None:
+    state = tensors[position]
+    if state is None:
+        return
+    shape = (layout.sequences, layout.heads, HEAD_DIM, HEAD_DIM)
+    of = "len(cu_seqlens) - 1" if layout.varlen else "B"
+    _check_shape(tensors, position, shape, f"[N, H, V, K] with N = {of}")
+    _check_dtype(tensors, position, _BF16_OR_FP32)
+    if state.numel() and state.stride()[2:] != (HEAD_DIM, 1):
+        raise ValueError(
+            refuse(
+                NAMES[position],
+                f"strides {list(state.stride())}",
+                "contiguous inner two dimensions (strides 128 and 1)",
+            )
+        )
+
+
+def _check_workspace(workspace: Tensor | None) -> None:
+    if workspace is None:
+        return
+    if workspace.dtype != torch.uint8:
+        raise TypeError(refuse("workspace", f"dtype {workspace.dtype}", "dtype torch.uint8"))
+    if workspace.dim() != 1 or not workspace.is_contiguous():
+        raise ValueError(
+            refuse(
+                "workspace",
+                f"shape {list(workspace.shape)} with strides {list(workspace.stride())}",
+                "one contiguous dimension",
+            )
+        )
+
+
+def _check_written_once(position: int, tensor: Tensor | None) -> None:
+    if tensor is not None and overlap.overlaps_itself(_geometry(tensor)):
+        raise ValueError(
+            refuse(
+                NAMES[position],
+                f"shape {list(tensor.shape)} with strides {list(tensor.stride())}, where different "
+                "indices name the same element",
+                "memory of its own for every element (no expanded or overlapping dimension)",
+            )
+        )
+
+
+def _geometry(tensor: Tensor) -> overlap.Geometry:
+    return tensor.element_size(), tuple(tensor.shape), tensor.stride()
+
+
+def _has_gaps(tensor: Tensor | None) -> bool:
+    return tensor is not None and not tensor.is_contiguous()
+
+
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first strides in elements, with those that are never used made regular; 0 if absent."""
+    if tensor is None:
+        return (0,) * count
+    sizes, strides = tensor.shape, list(tensor.stride())
+    for dim in range(len(strides) - 2, -1, -1):
+        if sizes[dim] == 1:
+            strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return tuple(strides[:count])

@@ -1,0 +1,261 @@
+"""The public functions: check the arguments, then launch on the GPU or compute on the CPU."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import abi, loader
+from .arguments import CheckedCall, check, check_workspace_size
+from .layout import FINAL, WORKSPACE
+from .reference import chunkwise_kda
+
+PATH_VARIABLE = "FLASH_KDA_PATH"
+
+# os.environ re-encodes names and decodes values, ten times the cost of looking in what it wraps.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_path_key: Any = PATH_VARIABLE
+if _environment is not os.environ:
+    _path_key = os.environ.encodekey(PATH_VARIABLE)
+
+
+def _raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# The public call builds a Stream object; this one returns the handle. CPU builds of torch lack it.
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    workspace: Tensor | None = None,
+) -> None:
+    r"""Forward pass of Kimi Delta Attention (arXiv 2510.26692) for head size 128.
+
+    For every sequence and head, with a state S of shape [K, V], K = V = 128, that starts at
+    ``initial_state`` (or zero), and for every token in order::
+
+        q, k   = q / sqrt(sum(q^2) + 1e-6),  k / sqrt(sum(k^2) + 1e-6)
+        log a  = lower_bound * sigmoid(exp(A_log) * (g + dt_bias))      per channel of K
+        b      = sigmoid(beta)
+        S      = diag(a) S
+        S      = S + (b k) outer (v - k^T S)
+        out    = scale * q^T S
+
+    q, k, g and beta are given raw: the norms, the gate and the sigmoids are part of the kernels.
+    Without ``cu_seqlens`` each of the B batch rows is a sequence of T tokens (N = B). With it, the
+    one batch row holds N packed sequences; rows of ``out`` before the first and after the last
+    are left as they are. A sequence without tokens passes its initial state (or zeros) on.
+
+    CUDA tensors: runs on their device and its current stream, without waiting for the device, and
+    may be captured in a CUDA graph. CPU tensors: computes the same function in fp32 with plain
+    torch operations. Results of equal calls on one device are bitwise equal. There is no backward
+    pass.
+
+    Args:
+        q, k, v, g: bf16 [B, T, H, 128], all of one shape. The last dimension is contiguous, the
+            first element 16-byte aligned and the other strides multiples of 8 elements, so that
+            views of a packed projection need no copy (strides of dimensions of size 1 do not
+            matter; expanded dimensions are allowed). B * T is below 2^31 and H at least 1.
+        beta: bf16 or fp32 [B, T, H], logits, any strides.
+        scale: factor of the output, finite; often 128 ** -0.5. A Python or numpy number, or a
+            0-dimensional CPU tensor.
+        out: bf16 [B, T, H, 128], written in place. Strides as for q; it may interleave with
+            another argument in one buffer but shares no element with any.
+        A_log: fp32, bf16, fp16 or fp64, H elements in any shape, or None for exp(A_log) = 1.
+        dt_bias: fp32, bf16, fp16 or fp64, [H, 128] or [H * 128], or None for 0.
+        lower_bound: the least log decay per token, in [-5, 0] (natural logarithm). None, which
+            means a softplus gate in other implementations, is not supported yet.
+        initial_state: fp32 or bf16 [N, H, V, K] (V first), inner two dimensions contiguous, or
+            None for zeros.
+        final_state: fp32 or bf16 [N, H, V, K], inner two dimensions contiguous, receives the
+            states after the last tokens; None if they are not wanted. May be the very tensor
+            given as initial_state, and otherwise shares no element with another argument. Its
+            dtype is independent of initial_state's.
+        cu_seqlens: int32 or int64 [N + 1], any stride, on the tensors' device: sequence n is the
+            tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 of the only batch row (B = 1). Values do
+            not fall and lie in [0, T]. They are checked on the CPU; on a GPU the host never reads
+            them.
+        workspace: scratch memory for CUDA tensors: uint8, one contiguous dimension, 256-byte
+            aligned, at least ``workspace_size(B * T, H, N)`` bytes. None takes it from torch's
+            allocator.
+
+    Environment:
+        FLASH_KDA_PATH: name of the kernel path to use instead of the automatic choice (an
+            unknown name is an error that lists them). CPU tensors are not affected.
+
+    Raises:
+        TypeError: an argument of a wrong Python type or dtype.
+        ValueError: any other misuse of an argument. Both texts name the argument, what it got and
+            what it needs; nothing has been written then.
+        LoaderError: no GPU code can be loaded for the device (see its subclasses).
+        LaunchError: the driver refused the launch.
+    """
+    call = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        workspace,
+    )
+    if call.layout.on_cuda:
+        _forward_cuda(call, workspace)
+        return
+    _check_on_cpu(call, workspace)
+    with torch.inference_mode():
+        _forward_cpu(
+            call,
+            (q, k, v, g, beta),
+            out,
+            A_log,
+            dt_bias,
+            initial_state,
+            final_state,
+            cu_seqlens,
+        )
+
+
+def workspace_size(t_total: int, heads: int, sequences: int) -> int:
+    """Bytes of workspace that ``fwd`` needs on a GPU.
+
+    The size covers every split of ``t_total`` tokens into ``sequences`` sequences, so it does not
+    depend on the values of ``cu_seqlens``. Needs no GPU.
+
+    Args:
+        t_total: B * T, tokens of all batch rows together, below 2^31.
+        heads: H, at least 1.
+        sequences: N; B without cu_seqlens, else its length minus one.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: out of range.
+        BrokenInstallError: the launcher library is missing or damaged.
+    """
+    sizes = {"t_total": t_total, "heads": heads, "sequences": sequences}
+    for name, value in sizes.items():
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            sizes[name] = operator.index(value)
+        except TypeError:
+            raise TypeError(
+                f"flash_kda.workspace_size: {name}: got {value!r} of type {type(value).__name__}; "
+                "needs an integer"
+            ) from None
+        least = 1 if name == "heads" else 0
+        if not least <= sizes[name] < 2**31:
+            raise ValueError(
+                f"flash_kda.workspace_size: {name}: got {value}; needs at least {least} and less "
+                "than 2^31"
+            )
+    return abi.workspace_size(*sizes.values())
+
+
+def _forward_cuda(call: CheckedCall, workspace: Tensor | None) -> None:
+    layout = call.layout
+    if not layout.sequences or not (layout.t_total or layout.extents[FINAL]):
+        return  # nothing to write
+    module = loader.module_for(layout.device)
+    launcher = abi.launcher()
+    path = _forced_path(launcher)
+    needed = layout.workspace_bytes
+    if needed is None:
+        needed = layout.workspace_bytes = launcher.workspace_size(
+            layout.t_total, layout.heads, layout.sequences
+        )
+    pointers = call.pointers
+    if workspace is None:
+        # Freed to this stream's pool on return: later work on the stream runs after the kernels.
+        workspace = torch.empty(needed, dtype=torch.uint8, device=layout.device)
+        pointers = (*pointers[:WORKSPACE], workspace.data_ptr())
+    else:
+        check_workspace_size(workspace, needed, layout)
+        needed = workspace.numel()
+    launcher.forward(
+        module.handle,
+        (*pointers, _current_stream(layout.index)),
+        needed,
+        layout.geometry,
+        call.scale,
+        call.lower_bound,
+        layout.dtypes,
+        path,
+    )
+
+
+def _forced_path(launcher: abi.Launcher) -> int:
+    raw = _environment.get(_path_key)
+    return launcher.path_id(os.fsdecode(raw)) if raw else abi.AUTOMATIC_PATH
+
+
+def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:
+    """Refuse what a GPU call would refuse, as far as this installation can tell.
+
+    The workspace's size and the names of paths are the launcher's to know. The CPU path needs
+    neither, and works without the launcher; then they go unchecked.
+    """
+    if workspace is None and not _environment.get(_path_key):
+        return
+    launcher = abi.launcher_or_none()
+    if launcher is None:
+        return
+    _forced_path(launcher)
+    if workspace is not None:
+        layout = call.layout
+        needed = launcher.workspace_size(layout.t_total, layout.heads, layout.sequences)
+        check_workspace_size(workspace, needed, layout)
+
+
+def _forward_cpu(
+    call: CheckedCall,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if not call.layout.sequences:
+        return
+    result, state = chunkwise_kda(
+        *tokens,
+        call.scale,
+        A_log,
+        dt_bias,
+        call.lower_bound,
+        initial_state,
+        cu_seqlens,
+    )
+    covered = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+    out[:, covered] = result[:, covered].to(out.dtype)
+    if final_state is not None:
+        final_state.copy_(state)
