@@ -1,0 +1,282 @@
+"""Benchmark flash_kda.fwd, and FLA's chunk_kda beside it when FLA is importable.
+
+    python scripts/bench.py                             everything
+    python scripts/bench.py --cases 'n1_*,mixed_h96'    some cases, printed only
+    python scripts/bench.py --json out.json             the measurements to a file as well
+    python scripts/bench.py --report docs/data/bench_h200.json    only the report, no GPU needed
+
+A complete run on a GPU rewrites docs/data/bench_<gpu>.json, BENCHMARK_<GPU>.md, the chart and the
+table in README.md (unless --no-report). A case that fails is reported and the others still run; the
+exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# Appended, so that an installed flash_kda wins over the source tree, which may not be built.
+sys.path.append(str(ROOT))
+
+import bench_cases  # noqa: E402
+import bench_facts  # noqa: E402
+import bench_report  # noqa: E402
+from bench_fla import FLA  # noqa: E402
+from bench_timing import Clock  # noqa: E402
+
+import flash_kda  # noqa: E402
+
+HOST_CALLS_SMALL = 2000
+HOST_CALLS_PER_ROW = 200
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="case names or globs, comma-separated (default: all)")
+    parser.add_argument("--states", choices=("fp32", "bf16", "both"), default="both")
+    parser.add_argument("--list", action="store_true", help="print the names of the standard cases")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file as well")
+    parser.add_argument("--warmup", type=int, default=10, help="calls before each measurement")
+    parser.add_argument("--iters", type=int, default=50, help="timed calls per repeat")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="repeats; the median one is reported"
+    )
+    parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
+    parser.add_argument("--device", help="cpu, cuda or cuda:<index> (default: cuda when present)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep rows that --json already has from the same build",
+    )
+    parser.add_argument(
+        "--no-report", action="store_true", help="leave docs and README as they are"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="JSON", help="only write the report from JSON"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.resume and arguments.json is None:
+        parser.error("--resume needs --json")
+    for name in ("iters", "repeats"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if arguments.warmup < 0:
+        parser.error("--warmup must not be negative")
+    return arguments
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device to measure, with its index filled in."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
+
+
+def measure_fla(fla: FLA, inputs: dict[str, Any], clock: Clock, repeats: int) -> dict[str, Any]:
+    """FLA's times on these inputs; a failure is recorded in the row, not raised."""
+    try:
+        call = fla.bind(inputs)
+        # The first calls compile and autotune; Clock's own warm-up comes on top of them.
+        for _ in range(2):
+            out = call()
+        clock.synchronize()
+        difference = relative_difference(inputs["out"], out)
+        times = [clock.device_ms(call) for _ in range(repeats)]
+    except Exception as error:
+        return {"fla_ms": None, "fla_error": f"{type(error).__name__}: {error}"}
+    return {"fla_ms": statistics.median(times), "fla_difference": difference}
+
+
+def measure_case(
+    case: bench_cases.Case, states: str, clock: Clock, repeats: int, gpu: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One row for ``case`` without its FLA part, and the inputs it was measured on."""
+    inputs = bench_cases.make_inputs(case, states, clock.device)
+
+    def call() -> None:
+        flash_kda.fwd(**inputs)
+
+    call()
+    times = [clock.device_ms(call) for _ in range(repeats)]
+    if not bool(torch.isfinite(inputs["out"]).all()):
+        raise RuntimeError("the output holds values that are not finite")
+    host_calls = HOST_CALLS_PER_ROW if clock.on_gpu else 3
+    row = {
+        "flash_kda_ms": statistics.median(times),
+        "flash_kda_ms_repeats": times,
+        "path": bench_facts.path_name(case, clock.device),
+        "host_us": clock.host_us(call, host_calls),
+        "workspace_bytes": bench_facts.workspace_bytes(case),
+        "floor_ms": bench_cases.floor_ms(case, states, gpu),
+    }
+    return row, inputs
+
+
+def small_call_host_us(clock: Clock) -> float:
+    """Host time of the smallest ordinary call: H = 8, T = 16, no workspace given."""
+    inputs = bench_cases.make_inputs(bench_cases.parse_case("n1_h8_t16"), "fp32", clock.device)
+    calls = HOST_CALLS_SMALL if clock.on_gpu else 5
+
+    def call() -> None:
+        flash_kda.fwd(**inputs)
+
+    for _ in range(min(calls, 50)):
+        call()
+    return clock.host_us(call, calls)
+
+
+def row_line(row: dict[str, Any]) -> str:
+    if row.get("error"):
+        return f"{row['case']:16} {row['states']:5} FAILED: {row['error']}"
+    fla = f"{row['fla_ms']:9.4f}" if row["fla_ms"] is not None else "        -"
+    return (
+        f"{row['case']:16} {row['states']:5} {row['flash_kda_ms']:9.4f} ms   FLA {fla} ms   "
+        f"host {row['host_us']:7.1f} us   {row['path']}"
+    )
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Replace ``path`` in one step, so that an interrupted run leaves the last complete state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def kept_rows(path: Path, result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Good rows of an earlier run of the same build, card and settings, by case and states."""
+    if not path.exists():
+        return {}
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("gpu", "commit", "csrc_sha256", "compiler", "torch", "fla", "settings"):
+        if earlier.get(key) != result[key]:
+            print(f"not resuming {path}: {key} is {earlier.get(key)!r} there, {result[key]!r} here")
+            return {}
+    rows = [row for row in earlier["rows"] if not row.get("error")]
+    return {(row["case"], row["states"]): row for row in rows}
+
+
+def measure_row(
+    case: bench_cases.Case,
+    states: str,
+    clock: Clock,
+    repeats: int,
+    gpu: str,
+    fla: FLA | None,
+    fla_part: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The JSON row of one case; ``error`` in it says that, and why, it has no numbers.
+
+    ``fla_part`` is FLA's share of a row of the same case: FLA takes fp32 states only, so the rows
+    of a case that differ in our state dtype share one measurement of it.
+    """
+    row: dict[str, Any] = {
+        "case": case.name,
+        "states": states,
+        "N": case.sequences,
+        "H": case.heads,
+        "tokens": case.tokens,
+        "flash_kda_ms": None,
+        "fla_ms": None,
+        "path": None,
+        "host_us": None,
+    }
+    try:
+        part, inputs = measure_case(case, states, clock, repeats, gpu)
+        row |= part
+        if fla is not None and fla.available:
+            row |= fla_part or measure_fla(fla, inputs, clock, repeats)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"
+    return row
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every selected case; returns the JSON document."""
+    cases = bench_cases.select_cases(arguments.cases)
+    device = pick_device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    fla = FLA() if not arguments.no_fla and device.type == "cuda" else None
+    clock = Clock(device, arguments.warmup, arguments.iters)
+    result = bench_facts.collect(ROOT, device) | {
+        "fla": fla.version if fla is not None and fla.available else None,
+        "fla_error": fla.error if fla is not None else "not measured",
+        "settings": {
+            "warmup": arguments.warmup,
+            "iters": arguments.iters,
+            "repeats": arguments.repeats,
+            "l2_flush_bytes": clock.flush_bytes,
+            "forced_path": os.environ.get("FLASH_KDA_PATH"),
+        },
+        "small_call_host_us": None,
+        "rows": [],
+    }
+    for note in result["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+    kept = kept_rows(arguments.json, result) if arguments.resume else {}
+    clock.spin()
+    try:
+        result["small_call_host_us"] = small_call_host_us(clock)
+    except Exception as error:
+        result["small_call_error"] = f"{type(error).__name__}: {error}"
+        print(f"small call FAILED: {result['small_call_error']}", flush=True)
+    states_list = ("fp32", "bf16") if arguments.states == "both" else (arguments.states,)
+    for case in cases:
+        fla_part: dict[str, Any] | None = None
+        for states in states_list:
+            row = kept.get((case.name, states)) or measure_row(
+                case, states, clock, arguments.repeats, result["gpu_short"], fla, fla_part
+            )
+            if row.keys() & {"fla_difference", "fla_error"}:
+                fla_part = {key: row[key] for key in row if key.startswith("fla_")}
+            print(row_line(row), flush=True)
+            result["rows"].append(row)
+            if arguments.json is not None:
+                write_json(arguments.json, result)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    if arguments.list:
+        print("\n".join(bench_cases.STANDARD_CASES))
+        return 0
+    if arguments.report is not None:
+        written = bench_report.write_report(ROOT, arguments.report)
+        print("wrote " + ", ".join(str(path) for path in written))
+        return 0
+    try:
+        with torch.inference_mode():
+            result = run(arguments)
+    except ValueError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    complete = arguments.cases is None and arguments.states != "bf16"
+    if complete and result["device"] != "cpu" and not arguments.no_report:
+        data = ROOT / "docs" / "data" / f"bench_{result['gpu_short'].lower()}.json"
+        write_json(data, result)
+        written = bench_report.write_report(ROOT, data)
+        print("wrote " + ", ".join(str(path) for path in [data, *written]))
+    failed = [row for row in result["rows"] if row.get("error")]
+    if failed:
+        print(f"{len(failed)} of {len(result['rows'])} rows failed", file=sys.stderr)
+    return 1 if failed or result.get("small_call_error") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""BENCHMARK_<GPU>.md, its chart and the table in README.md, from the JSON that bench.py wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_cases import (
+    BASELINE_GPU,
+    BASELINE_HOST_US,
+    BASELINE_MS,
+    BASELINE_SOURCE,
+    STANDARD_CASES,
+    parse_case,
+)
+from bench_chart import Bars, speedup_chart
+
+README_BEGIN = "<!-- benchmark table: written by scripts/bench.py --report -->"
+README_END = "<!-- end of benchmark table -->"
+STATE_TITLES = {"fp32": "fp32 states", "bf16": "bf16 states"}
+
+Row = dict[str, Any]
+
+
+def baseline_ms(document: dict[str, Any], row: Row) -> float | None:
+    """The published v1 time for this row: same model of card, fp32 states, or None."""
+    if document["gpu_short"] != BASELINE_GPU or row["states"] != "fp32":
+        return None
+    return BASELINE_MS.get(row["case"])
+
+
+def ratio(other: float | None, ours: float | None) -> float | None:
+    return other / ours if other and ours else None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    logs = [math.log(value) for value in values if value is not None]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}"
+
+
+def times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.1f}"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table whose first column is text and whose others are right-aligned."""
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|---|" + "---:|" * (len(header) - 1))
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return lines
+
+
+def rows_with(document: dict[str, Any], states: str) -> list[Row]:
+    return [row for row in document["rows"] if row["states"] == states]
+
+
+def speedups(
+    document: dict[str, Any], rows: Sequence[Row]
+) -> list[tuple[float | None, float | None]]:
+    """(over v1, over FLA) for each row."""
+    return [
+        (
+            ratio(baseline_ms(document, row), row["flash_kda_ms"]),
+            ratio(row["fla_ms"], row["flash_kda_ms"]),
+        )
+        for row in rows
+    ]
+
+
+def summary(document: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Sentences with the geometric means, each with the number of cases behind it."""
+    lines = []
+    pairs = speedups(document, rows)
+    for index, name in enumerate(("published FlashKDA v1", "FLA's chunk_kda")):
+        values = [pair[index] for pair in pairs if pair[index] is not None]
+        mean = geometric_mean(values)
+        if mean is not None:
+            low = min(value for value in values if value is not None)
+            lines.append(
+                f"- Over {name}: geometric mean {mean:.2f}x on {len(values)} cases, "
+                f"lowest {low:.2f}x."
+            )
+    return lines
+
+
+def full_table(document: dict[str, Any], states: str) -> list[str]:
+    rows = rows_with(document, states)
+    header = [
+        "sequences x tokens, heads",
+        "flash_kda ms",
+        "FLA ms",
+        "over FLA",
+        "v1 ms",
+        "over v1",
+        "floor ms",
+        "host us",
+        "workspace MiB",
+        "path",
+    ]
+    body = []
+    for row, (over_v1, over_fla) in zip(rows, speedups(document, rows), strict=True):
+        title = parse_case(row["case"]).title
+        if row.get("error"):
+            body.append(
+                [title, "failed", *["-"] * 7, row["error"].replace("|", "/").split("\n")[0]]
+            )
+            continue
+        body.append(
+            [
+                title,
+                milliseconds(row["flash_kda_ms"]),
+                milliseconds(row["fla_ms"]),
+                times(over_fla),
+                milliseconds(baseline_ms(document, row)),
+                times(over_v1),
+                milliseconds(row.get("floor_ms")),
+                f"{row['host_us']:.1f}",
+                mebibytes(row.get("workspace_bytes")),
+                str(row["path"]),
+            ]
+        )
+    return [
+        f"## {STATE_TITLES[states]}",
+        "",
+        *markdown_table(header, body),
+        "",
+        *summary(document, rows),
+    ]
+
+
+def facts_table(document: dict[str, Any]) -> list[str]:
+    driver = document["driver"] or {}
+    compiler = document["compiler"] or {}
+    settings = document["settings"]
+    fla = document["fla"] or f"none ({document['fla_error']})"
+    facts = [
+        ("GPU", f"{document['gpu']}, {document['sm_count']} SMs"),
+        ("driver", f"{driver.get('release') or '?'} (CUDA {driver.get('cuda') or '?'})"),
+        ("compiler", f"{compiler.get('name', 'none')} {compiler.get('version', '')}".strip()),
+        ("torch", f"{document['torch']} (CUDA {document['torch_cuda']})"),
+        ("FLA", fla),
+        ("flash_kda", f"{document['flash_kda']}, commit {document['commit']}"),
+        ("csrc/ sha256", f"`{document['csrc_sha256']}`"),
+        ("date", document["date"]),
+        (
+            "method",
+            f"median of {settings['repeats']} repeats of the median of {settings['iters']} calls, "
+            f"{settings['warmup']} warm-up calls, L2 flushed before each call",
+        ),
+    ]
+    if settings.get("forced_path"):
+        facts.append(("forced path", settings["forced_path"]))
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
+
+
+def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> str:
+    """The whole of BENCHMARK_<GPU>.md."""
+    name = document["gpu_short"]
+    lines = [
+        f"# Benchmark: {name}",
+        "",
+        f"Written by `python scripts/bench.py --report {json_name}` from the measurements in "
+        f"[{json_name}]({json_name}); do not edit by hand.",
+        "",
+        *facts_table(document),
+        "",
+        f"![Speed-up of flash_kda on {name}]({chart_name})",
+    ]
+    for states in STATE_TITLES:
+        if rows_with(document, states):
+            lines += ["", *full_table(document, states)]
+    small = document.get("small_call_host_us")
+    lines += ["", "## Notes", ""]
+    if small is not None:
+        lines.append(
+            f"- Host time of one asynchronous call at H = 8, T = 16: {small:.1f} us "
+            f"(v1: {BASELINE_HOST_US:.0f} us a call)."
+        )
+    lines += [
+        "- All calls read an initial state and write a final state. FLA takes fp32 states only, so "
+        "its time is the same in both tables.",
+        "- FLA runs its Triton path on the same inputs in the same process, autotuned before it is "
+        "timed.",
+        f"- v1: {BASELINE_SOURCE}. It was not run again here.",
+        "- floor: the time this card needs to copy the bytes that any implementation must move "
+        "(q, k, v, g, beta, out, states).",
+        "- host: median time the calling thread spends in one call.",
+    ]
+    lines += [f"- {note}." for note in document.get("notes", [])]
+    return "\n".join(lines) + "\n"
+
+
+def readme_block(documents: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """The short tables between the two markers of README.md, one per measured card."""
+    lines: list[str] = []
+    for _, document in documents:
+        name = document["gpu_short"]
+        rows = [
+            row
+            for row in rows_with(document, "fp32")
+            if row["case"] in STANDARD_CASES and not row.get("error")
+        ]
+        body = [
+            [
+                parse_case(row["case"]).title,
+                milliseconds(row["flash_kda_ms"]),
+                milliseconds(row["fla_ms"]),
+                times(over_fla),
+                times(over_v1),
+            ]
+            for row, (over_v1, over_fla) in zip(rows, speedups(document, rows), strict=True)
+        ]
+        header = ("sequences x tokens, heads", "flash_kda ms", "FLA ms", "over FLA", "over v1")
+        lines += [
+            "",
+            f"{document['gpu']}, fp32 states read and written, medians. All columns, method and "
+            f"versions: [BENCHMARK_{name}.md](BENCHMARK_{name}.md).",
+            "",
+            *markdown_table(header, body),
+            "",
+            *summary(document, rows),
+            f"- v1: {BASELINE_SOURCE}.",
+        ]
+    if not lines:
+        lines = ["", "No measurements are recorded in `docs/data/` yet."]
+    return "\n".join([README_BEGIN, *lines, README_END])
+
+
+def update_readme(root: Path) -> Path | None:
+    """Rewrite README.md's table from every docs/data/bench_*.json; None when it has no markers."""
+    readme = root / "README.md"
+    if not readme.exists():
+        return None
+    text = readme.read_text(encoding="utf-8")
+    begin, end = text.find(README_BEGIN), text.find(README_END)
+    if begin < 0 or end < begin:
+        return None
+    paths = sorted((root / "docs" / "data").glob("bench_*.json"))
+    documents = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    text = text[:begin] + readme_block(documents) + text[end + len(README_END) :]
+    readme.write_text(text, encoding="utf-8")
+    return readme
+
+
+def chart(document: dict[str, Any]) -> str:
+    rows = [row for row in rows_with(document, "fp32") if not row.get("error")]
+    rows = rows or [row for row in document["rows"] if not row.get("error")]
+    groups = [
+        Bars(parse_case(row["case"]).title, pair)
+        for row, pair in zip(rows, speedups(document, rows), strict=True)
+    ]
+    title = f"flash_kda {document['flash_kda']} on {document['gpu']}: speed-up"
+    return speedup_chart(title, ("over FlashKDA v1 (published)", "over FLA (Triton)"), groups)
+
+
+def write_report(root: Path, source: Path) -> list[Path]:
+    """Write the report of ``source`` (bench.py's JSON) below ``root``; returns the files."""
+    document = json.loads(source.read_text(encoding="utf-8"))
+    name = document["gpu_short"]
+    chart_path = root / "docs" / "assets" / f"bench_{name.lower()}.svg"
+    chart_path.parent.mkdir(parents=True, exist_ok=True)
+    chart_path.write_text(chart(document), encoding="utf-8")
+    try:
+        json_name = source.resolve().relative_to(root.resolve()).as_posix()
+    except ValueError:
+        json_name = source.name
+    report = root / f"BENCHMARK_{name}.md"
+    chart_name = chart_path.relative_to(root).as_posix()
+    report.write_text(report_text(document, json_name, chart_name), encoding="utf-8")
+    readme = update_readme(root)
+    return [report, chart_path, *([readme] if readme else [])]
