@@ -1,0 +1,313 @@
+"""Inputs, calls and comparisons shared by the tests of ``flash_kda.fwd`` and its reference.
+
+Inputs are random and fresh in every run. A failing test shows its seed (under "Captured stdout
+setup"); ``FLASH_KDA_TEST_SEED`` set to the printed base seed repeats the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_kda
+from flash_kda.reference import recurrent_kda
+
+WIDTH = 128
+BASE_SEED = int(os.environ.get("FLASH_KDA_TEST_SEED") or secrets.randbits(31))
+ORDINARY_BOUND = 6e-3
+
+
+class Random:
+    """Random tensors of one test on one device, from a seed made of the base seed and a name."""
+
+    def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.seed = zlib.crc32(f"{BASE_SEED} {name}".encode())
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.rand(shape, generator=self._generator, device=self.device).to(dtype)
+
+    def integers(self, low: int, high: int, count: int) -> list[int]:
+        """``count`` integers in ``low..high - 1``."""
+        drawn = torch.randint(low, high, (count,), generator=self._generator, device=self.device)
+        return [int(x) for x in drawn.tolist()]
+
+
+@dataclasses.dataclass
+class Case:
+    """The inputs of one call, with the names and meanings of ``flash_kda.fwd``'s arguments.
+
+    ``A_log``, ``dt_bias``, ``initial_state`` and ``cu_seqlens`` hold a tensor or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    A_log: Any
+    dt_bias: Any
+    lower_bound: float
+    initial_state: Any = None
+    cu_seqlens: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        batch, _, heads, width = self.q.shape
+        count = batch if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+        return count, heads, self.v.shape[-1], width
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Batch row, first token and end of every sequence."""
+        if self.cu_seqlens is None:
+            return [(b, 0, self.q.shape[1]) for b in range(self.q.shape[0])]
+        bounds = self.cu_seqlens.tolist()
+        return [(0, start, stop) for start, stop in pairwise(bounds)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors among the inputs, by name."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with some arguments replaced."""
+        return dataclasses.replace(self, **changes)
+
+
+class Kind(NamedTuple):
+    """A family of inputs: what it changes in an ordinary case, and the error it is allowed."""
+
+    change: Callable[[Case, Random], dict[str, Any]]
+    bound: float = ORDINARY_BOUND
+
+
+def _gate(value: float) -> Callable[[Case, Random], dict[str, Any]]:
+    return lambda case, rng: {"g": torch.full_like(case.g, value)}
+
+
+def _lower_bound(value: float) -> Callable[[Case, Random], dict[str, Any]]:
+    return lambda case, rng: {"lower_bound": value}
+
+
+def _norms(factor: float) -> Callable[[Case, Random], dict[str, Any]]:
+    return lambda case, rng: {"q": case.q * factor, "k": case.k * factor}
+
+
+def _repeated(gate: float, beta: float) -> Callable[[Case, Random], dict[str, Any]]:
+    """One key all over, as a run of one token gives, so that the triangular systems are hardest."""
+
+    def change(case: Case, rng: Random) -> dict[str, Any]:
+        key = case.k[:, :1].expand_as(case.k).contiguous()
+        return {
+            "q": key.clone(),
+            "k": key,
+            "g": torch.full_like(case.g, gate),
+            "beta": torch.full_like(case.beta, beta),
+        }
+
+    return change
+
+
+KINDS: dict[str, Kind] = {
+    "ordinary": Kind(lambda case, rng: {}),
+    "no_decay": Kind(_gate(-30.0)),
+    "full_decay": Kind(_gate(30.0)),
+    "wide_gate": Kind(lambda case, rng: {"g": rng.normal(*case.g.shape).mul(8).to(case.g.dtype)}),
+    "bound_zero": Kind(_lower_bound(0.0)),
+    "bound_small": Kind(_lower_bound(-0.01)),
+    "big_norms": Kind(_norms(1e4)),
+    "huge_norms": Kind(_norms(1e20)),
+    "small_norms": Kind(_norms(1e-4)),
+    "repeated_keys": Kind(_repeated(-30.0, 8.0), 2.5e-2),
+    "repeated_keys_weak_decay": Kind(_repeated(-6.0, 4.0), 3.5e-2),
+}
+
+
+def make_case(
+    rng: Random,
+    kind: str = "ordinary",
+    *,
+    batch: int = 1,
+    tokens: int = 0,
+    lengths: Sequence[int] | None = None,
+    heads: int = 2,
+    width: int = WIDTH,
+    before: int = 0,
+    after: int = 0,
+    initial_state: torch.dtype | None = torch.float32,
+) -> Case:
+    """Random inputs. ``lengths`` packs sequences into one row, with ``before`` and ``after`` rows
+    outside ``cu_seqlens``; without it there are ``batch`` rows of ``tokens``.
+    """
+    cu_seqlens = None
+    if lengths is not None:
+        bounds = torch.tensor([before, *lengths]).cumsum(0)
+        batch, tokens = 1, int(bounds[-1]) + after
+        cu_seqlens = bounds.to(rng.device)
+    shape = (batch, tokens, heads, width)
+    bf16 = torch.bfloat16
+    case = Case(
+        q=rng.normal(*shape, dtype=bf16),
+        k=rng.normal(*shape, dtype=bf16),
+        v=rng.normal(*shape, dtype=bf16),
+        g=rng.normal(*shape, dtype=bf16),
+        beta=rng.normal(*shape[:3], dtype=bf16),
+        scale=width**-0.5,
+        A_log=rng.uniform(heads),
+        dt_bias=rng.uniform(heads, width),
+        lower_bound=-5.0,
+        cu_seqlens=cu_seqlens,
+    )
+    if initial_state is not None:
+        case.initial_state = rng.normal(*case.state_shape, dtype=initial_state)
+    return case.but(**KINDS[kind].change(case, rng))
+
+
+def reference(case: Case) -> tuple[Tensor, Tensor]:
+    """The recurrence in float64: out and final state."""
+    return recurrent_kda(**vars(case))
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor whose bytes are all 0xFF: NaN in every float type."""
+    size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+    return torch.full((size,), 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def aligned_bytes(size: int, device: torch.device | str) -> Tensor:
+    """``size`` bytes at an address that ``workspace`` may have, holding whatever they held."""
+    whole = torch.empty(size + 256, dtype=torch.uint8, device=device)
+    start = -whole.data_ptr() % 256
+    return whole[start : start + size]
+
+
+def forward(
+    case: Case,
+    *,
+    out: Tensor | None = None,
+    final_state: Tensor | torch.dtype | None = torch.float32,
+    workspace: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Call ``flash_kda.fwd``, with poisoned outputs unless given some; return out and state."""
+    if out is None:
+        out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
+    if isinstance(final_state, torch.dtype):
+        final_state = poisoned(*case.state_shape, dtype=final_state, device=case.device)
+    flash_kda.fwd(**vars(case), out=out, final_state=final_state, workspace=workspace)
+    return out, final_state
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    """``||x - expected|| / ||expected||``; infinite when x holds a NaN or Inf."""
+    x, expected = x.to(torch.float64), expected.to(torch.float64)
+    assert x.shape == expected.shape, f"{tuple(x.shape)} is not {tuple(expected.shape)}"
+    assert torch.isfinite(expected).all(), "the reference is not finite"
+    error, norm = float((x - expected).norm()), float(expected.norm())
+    if not math.isfinite(error):
+        return math.inf
+    if norm == 0:
+        return 0.0 if error == 0 else math.inf
+    return error / norm
+
+
+def worst_row(x: Tensor, expected: Tensor) -> float:
+    """The largest error of a row of the last dimension, relative to its norm or a typical norm.
+
+    Sees one wrong row among thousands of right ones, which :func:`relative_error` does not.
+    """
+    if not x.numel():
+        return 0.0
+    x, expected = x.to(torch.float64), expected.to(torch.float64)
+    norms = expected.norm(dim=-1)
+    floor = float(norms.square().mean().sqrt()) or 1.0
+    worst = float(((x - expected).norm(dim=-1) / norms.clamp(min=floor)).max())
+    return worst if math.isfinite(worst) else math.inf
+
+
+def assert_accurate(
+    case: Case,
+    out: Tensor,
+    final_state: Tensor | None,
+    bound: float = ORDINARY_BOUND,
+    expected: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Compare a call's results with float64: each sequence's tokens, and each state.
+
+    The whole is within ``bound``, every sequence (and every token and state row) within a few times
+    it, so that an error in a short sequence does not drown in the long ones.
+    """
+    true_out, true_state = reference(case) if expected is None else expected
+    results = {"out": [(out[b, i:j], true_out[b, i:j]) for b, i, j in case.spans]}
+    if final_state is not None:
+        results["final_state"] = list(zip(final_state, true_state, strict=True))
+    for name, pairs in results.items():
+        if not pairs:
+            continue
+        x = torch.cat([x.to(torch.float64).flatten(0, -2) for x, _ in pairs])
+        y = torch.cat([y.flatten(0, -2) for _, y in pairs])
+        error, row = relative_error(x, y), worst_row(x, y)
+        assert error <= bound, f"{name}: relative error {error:.2e}, allowed {bound:.2e}"
+        assert row <= 6 * bound, f"{name}: error of one row {row:.2e}, allowed {6 * bound:.2e}"
+        for n, (x, y) in enumerate(pairs):
+            # In fewer numbers than this, chance alone moves the error a lot.
+            error = relative_error(x, y) if x.numel() >= 64 * WIDTH else 0.0
+            assert error <= 2 * bound, f"{name} of sequence {n}: relative error {error:.2e}"
+
+
+def bits(x: Tensor) -> Tensor:
+    """The tensor's bits as integers, so that NaN equals itself and -0 differs from 0."""
+    return x.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
+
+
+def same_bits(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether two tensors hold the same bits; None equals None."""
+    if x is None or y is None:
+        return x is y
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bits(x), bits(y))
+
+
+class Guarded:
+    """A poisoned tensor inside a larger buffer, whose other bytes must stay as they are.
+
+    The tensor is 256-byte aligned when the margin is a multiple of 256.
+    """
+
+    _PATTERN = 0xA5
+
+    def __init__(
+        self,
+        *shape: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        margin: int = 1 << 16,
+    ) -> None:
+        size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+        self._bytes = aligned_bytes(size + 2 * margin, device).fill_(self._PATTERN)
+        self._inside = slice(margin, margin + size)
+        self._bytes[self._inside] = 0xFF
+        self.tensor = self._bytes[self._inside].view(dtype).view(shape)
+
+    def assert_margins_untouched(self) -> None:
+        for part in (self._bytes[: self._inside.start], self._bytes[self._inside.stop :]):
+            assert bool((part == self._PATTERN).all()), "bytes outside the tensor were written"

@@ -1,0 +1,249 @@
+"""Streams, graphs, workspaces, threads and repeated calls."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import cases
+import pytest
+import torch
+from cases import Guarded, assert_accurate, forward, make_case, poisoned, same_bits
+from torch import Tensor
+
+import flash_kda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one_token": {"tokens": 1},
+    "one_sequence": {"tokens": 130, "heads": 5},
+    "batch": {"batch": 3, "tokens": 33},
+    "packed": {"lengths": (40, 0, 1, 77, 16), "before": 2, "after": 9},
+    "many_sequences": {"lengths": (1,) * 100},
+}
+each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
+
+
+def workspace_bytes(case: cases.Case) -> int:
+    batch, tokens, heads, _ = case.q.shape
+    return flash_kda.workspace_size(batch * tokens, heads, case.state_shape[0])
+
+
+@each_shape
+def test_workspace(rng: cases.Random, shape: dict) -> None:
+    """Its first contents do not matter, nothing beside it is written, and it may be used again."""
+    case = make_case(rng, **shape)
+    expected = forward(case)
+    size = workspace_bytes(case)
+    exact = Guarded(size, dtype=torch.uint8, device=case.device, margin=1 << 20)
+    zeros = cases.aligned_bytes(size + 4096, case.device).zero_()
+    for workspace in (exact.tensor, zeros, exact.tensor):
+        out, state = forward(case, workspace=workspace)
+        assert same_bits(out, expected[0]) and same_bits(state, expected[1])
+    assert_accurate(case, *expected)
+    exact.assert_margins_untouched()
+
+
+def test_used_workspace_of_another_call(rng: cases.Random) -> None:
+    workspace = cases.aligned_bytes(1 << 26, rng.device)
+    for shape in [*SHAPES.values(), *reversed(list(SHAPES.values()))]:
+        case = make_case(rng, **shape)
+        assert workspace_bytes(case) <= workspace.numel()
+        assert_accurate(case, *forward(case, workspace=workspace))
+
+
+def test_workspace_too_small(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=100)
+    size = workspace_bytes(case)
+    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
+    workspace = cases.aligned_bytes(size - 1, case.device)
+    with pytest.raises(ValueError, match="workspace"):
+        forward(case, out=out, workspace=workspace)
+    assert bool((cases.bits(out) == -1).all())
+    assert_accurate(case, *forward(case))
+
+
+def test_memory_from_torch_holds_nan(rng: cases.Random) -> None:
+    """The workspace that torch's allocator hands out holds whatever was freed before."""
+    case = make_case(rng, lengths=(100, 31))
+    size = workspace_bytes(case)
+    for _ in range(3):
+        freed = poisoned(size, dtype=torch.uint8, device=case.device)
+        del freed
+        assert_accurate(case, *forward(case))
+
+
+@each_shape
+def test_repeats_are_equal_bit_for_bit(rng: cases.Random, shape: dict) -> None:
+    case = make_case(rng, **shape)
+    expected = forward(case)
+    assert_accurate(case, *expected)
+    for _ in range(20):
+        out, state = forward(case)
+        assert same_bits(out, expected[0]) and same_bits(state, expected[1])
+
+
+def test_larger_repeats_are_equal_bit_for_bit(rng: cases.Random) -> None:
+    """Enough work to fill the GPU several times over."""
+    case = make_case(rng, lengths=(1300, 547, 48, 963, 271, 1500), heads=32)
+    expected = forward(case)
+    assert torch.isfinite(expected[0]).all() and torch.isfinite(expected[1]).all()
+    for _ in range(10):
+        out, state = forward(case)
+        assert same_bits(out, expected[0]) and same_bits(state, expected[1])
+
+
+def test_runs_on_the_current_stream(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=150, heads=4)
+    expected = forward(case)
+    stream = torch.cuda.Stream()
+    late = case.but(**{name: torch.zeros_like(x) for name, x in case.tensors().items()})
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # The inputs arrive late on this stream: kernels on another one would read zeros.
+        torch.cuda._sleep(50_000_000)
+        for name, x in late.tensors().items():
+            x.copy_(getattr(case, name))
+        out, state = forward(late)
+        out, state = out.clone(), state.clone()
+    stream.synchronize()
+    assert same_bits(out, expected[0]) and same_bits(state, expected[1])
+
+
+def test_streams_do_not_disturb_each_other(rng: cases.Random) -> None:
+    work = [make_case(rng, lengths=(100 + 20 * n, 30), heads=4) for n in range(4)]
+    expected = [forward(case) for case in work]
+    streams = [torch.cuda.Stream() for _ in work]
+    torch.cuda.synchronize()
+    results: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in work]
+    for _ in range(10):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[n].append(forward(work[n]))
+    torch.cuda.synchronize()
+    for n, calls in enumerate(results):
+        for out, state in calls:
+            assert same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])
+
+
+def test_threads(rng: cases.Random) -> None:
+    work = [make_case(rng, tokens=60 + 16 * n, heads=n + 1) for n in range(4)]
+    expected = [forward(case) for case in work]
+    torch.cuda.synchronize()
+    wrong: list[str] = []
+
+    def repeat(n: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(30):
+                    out, state = forward(work[n])
+                    torch.cuda.current_stream().synchronize()
+                    if not (same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])):
+                        wrong.append(f"thread {n}: other bits")
+        except Exception as error:
+            wrong.append(f"thread {n}: {error!r}")
+
+    threads = [threading.Thread(target=repeat, args=(n,)) for n in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("workspace", [None, "given"])
+def test_no_host_synchronisation(rng: cases.Random, workspace: str | None) -> None:
+    case = make_case(rng, lengths=(40, 77, 16))
+    given = None
+    if workspace is not None:
+        given = cases.aligned_bytes(workspace_bytes(case), case.device)
+    out = torch.empty_like(case.v)
+    state = torch.empty_like(case.initial_state)
+    forward(case, out=out, final_state=state, workspace=given)
+    torch.cuda.synchronize()
+    busy = torch.cuda.Event()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(200_000_000)
+        forward(case, out=out, final_state=state, workspace=given)
+        busy.record()
+        waited = busy.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not waited, "the call waited for the GPU"
+    assert_accurate(case, out, state)
+
+
+@pytest.mark.parametrize("workspace", [None, "given"])
+def test_cuda_graph_with_other_sequence_bounds(rng: cases.Random, workspace: str | None) -> None:
+    case = make_case(rng, lengths=(40, 77, 16, 30), after=10, heads=3)
+    given = None
+    if workspace is not None:
+        given = cases.aligned_bytes(workspace_bytes(case), case.device)
+    out = torch.empty_like(case.v)
+    state = torch.empty_like(case.initial_state)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        forward(case, out=out, final_state=state, workspace=given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(case, out=out, final_state=state, workspace=given)
+    for bounds in (
+        (0, 40, 117, 133, 163),
+        (0, 0, 0, 173, 173),
+        (1, 2, 3, 4, 5),
+        (7, 57, 57, 100, 173),
+        (173, 173, 173, 173, 173),
+    ):
+        new = make_case(rng, lengths=(43, 43, 43, 44), heads=3)
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            getattr(case, name).copy_(getattr(new, name))
+        case.cu_seqlens.copy_(torch.tensor(bounds))
+        out.copy_(poisoned(*out.shape, dtype=out.dtype, device=out.device))
+        state.copy_(poisoned(*state.shape, dtype=state.dtype, device=state.device))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_accurate(case, out, state)
+        outside = torch.cat((out[:, : bounds[0]], out[:, bounds[-1] :]), 1)
+        assert bool((cases.bits(outside) == -1).all())
+
+
+def test_cuda_graph_of_several_calls(rng: cases.Random) -> None:
+    """A prompt and three later pieces, the state handed on in place."""
+    case = make_case(rng, tokens=120, heads=4)
+    expected = cases.reference(case)
+    start = case.initial_state.clone()
+    pieces = [slice(0, 64), slice(64, 65), slice(65, 100), slice(100, 120)]
+    outs = [torch.empty_like(case.v[:, rows]) for rows in pieces]
+
+    def run() -> None:
+        for rows, out in zip(pieces, outs, strict=True):
+            part = {x: getattr(case, x)[:, rows] for x in ("q", "k", "v", "g", "beta")}
+            forward(case.but(**part), out=out, final_state=case.initial_state)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        case.initial_state.copy_(start)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_accurate(case, torch.cat(outs, 1), case.initial_state, expected=expected)
+
+
+def test_every_device_gets_its_own_kernels(rng: cases.Random) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    case = make_case(rng, lengths=(40, 77, 16))
+    expected = forward(case)
+    current = torch.cuda.current_device()
+    for index in range(torch.cuda.device_count()):
+        moved = case.but(**{name: x.to(f"cuda:{index}") for name, x in case.tensors().items()})
+        out, state = forward(moved)
+        assert torch.cuda.current_device() == current
+        assert same_bits(out.to(case.device), expected[0])
+        assert same_bits(state.to(case.device), expected[1])

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Runs every check and test that this machine can run; arguments go to pytest.
+#
+#   bash tests/test.sh                 bash tests/test.sh --runslow
+#   bash tests/test.sh tests/test_build.py -k cache
+#
+# Makes an environment of its own under build/, builds flash-kda for 90a and 100a (compiled kernels
+# are kept in build/cubin-cache) and for the GPUs here, and installs it there.
+# With FLASH_KDA_TEST_PYTHON=python3 nothing is set up, built or downloaded: that interpreter's
+# installed flash-kda, torch and pytest are used, as on a GPU machine without network.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib.sh
+
+if [[ -n "${FLASH_KDA_TEST_PYTHON:-}" ]]; then
+  python=$FLASH_KDA_TEST_PYTHON
+  "$python" -c 'import pytest, torch' || fail "$python needs pytest, torch and flash-kda installed"
+  exec "$python" -m pytest "$@"
+fi
+
+require_compiler
+base=$(require_python)
+environment=$PWD/build/test-venv
+tools=$PWD/build/test-tools
+make_venv "$base" "$environment"
+python=$environment/bin/python
+gpus=$("$python" -m build_tools.gpus || true)
+choose_torch "$python" "$gpus"
+install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+# Everything that pip brings is installed again only when what is asked for has changed.
+wanted=$(cat requirements/*.txt build_tools/toolkit.py build_tools/cutlass.py | sha256sum)
+if [[ "$(cat "$environment/wanted" 2>/dev/null)" != "$wanted" ]]; then
+  say "Setting up $environment"
+  install -r requirements/test.txt -r requirements/lint.txt 'torch>=2.4'
+  # Compilers have a place of their own: torch may depend on another release of the same packages.
+  rm -rf "$tools"
+  for cuda in 12.9 13.0; do
+    "$python" -c "from build_tools import toolkit; print(*toolkit.REQUIREMENTS['$cuda'], sep='\n')" \
+      >"$environment/cuda.txt"
+    install --target "$tools/cuda-$cuda" -r "$environment/cuda.txt"
+  done
+  install --target "$tools/cutlass" --no-deps \
+    "$("$python" -c 'from build_tools import cutlass; print(cutlass.REQUIREMENT)')"
+  echo "$wanted" >"$environment/wanted"
+fi
+export FLASH_KDA_TEST_TOOLS=$tools/cuda-12.9:$tools/cuda-13.0:$tools/cutlass
+
+archs=90a,100a${gpus:+,$gpus}
+say "Building and installing flash-kda for $archs"
+FLASH_KDA_CUDA_ARCHS=$archs PYTHONPATH=$FLASH_KDA_TEST_TOOLS \
+  install --no-build-isolation --no-deps .
+
+say "Formats, lint and types"
+export PATH=$environment/bin:$PATH
+ruff check .
+ruff format --check .
+find csrc -regex '.*\.\(cu\|cuh\|h\|hpp\|cpp\|inl\)' -print0 |
+  xargs -0 clang-format --dry-run -Werror
+mypy
+
+say "Tests"
+exec "$python" -m pytest "$@"

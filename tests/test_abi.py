@@ -1,0 +1,336 @@
+"""The ctypes side of the C interface: argument block, statuses, and what ops hands over."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import native
+import pytest
+import torch
+
+from flash_kda import abi, arguments, errors, loader, ops
+
+POINTERS = tuple(range(1, 14))
+GEOMETRY = tuple(range(101, 128))
+DTYPES = (2, 1, 3, 1, 2, 6)
+
+
+class StandIn:
+    """A launcher that records its arguments, and the means to read them by their C names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = native.build(native.LAUNCHER, folder / "stand_in.so")
+        self.launcher = abi.Launcher(self.path)
+        self.library = ctypes.CDLL(str(self.path))
+        self.library.stand_in_last.restype = ctypes.c_void_p
+        self.fields = _fields(folder)
+
+    def set_status(self, status: int) -> None:
+        self.library.stand_in_status(status)
+
+    def last(self, name: str) -> Any:
+        offset, kind = self.fields[name]
+        raw = ctypes.string_at(self.library.stand_in_last() + offset, struct.calcsize(kind))
+        values = struct.unpack(kind, raw)
+        return values if len(values) > 1 else values[0]
+
+
+def _fields(folder: Path) -> dict[str, tuple[int, str]]:
+    """Offset and struct format of every field of flash_kda_forward_args, as the compiler has it."""
+    header = (native.HEADER_DIR / "flash_kda.h").read_text()
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    body = re.search(r"struct flash_kda_forward_args \{(.*?)\}", header, re.DOTALL)
+    assert body is not None
+    letters = {"uint64_t": "Q", "int64_t": "q", "float": "f", "int32_t": "i"}
+    formats = {}
+    for kind, names in re.findall(r"(\w+)\s+([^;]+);", body[1]):
+        for name, count in re.findall(r"(\w+)(?:\[(\d)\])?", names):
+            formats[name] = f"<{count}{letters[kind]}"
+    lines = [f'std::printf("%zu\\n", offsetof(flash_kda_forward_args, {n}));' for n in formats]
+    printed = native.run(
+        '#include <cstddef>\n#include <cstdio>\n#include "flash_kda.h"\nint main() {\n'
+        + "\n".join(lines)
+        + '\nstd::printf("%zu\\n", sizeof(flash_kda_forward_args));\n}\n',
+        folder,
+    )
+    *offsets, size = (int(line) for line in printed.split())
+    assert size == abi.ARGS.size
+    return {name: (at, fmt) for (name, fmt), at in zip(formats.items(), offsets, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+    if not native.HEADER_DIR.is_dir():
+        pytest.skip("needs the source tree")
+    return StandIn(tmp_path_factory.mktemp("stand_in"))
+
+
+@pytest.fixture(autouse=True)
+def _no_error(stand_in: StandIn) -> None:
+    stand_in.set_status(0)
+
+
+def test_header_has_this_version() -> None:
+    header = (native.HEADER_DIR / "flash_kda.h").read_text()
+    version = re.search(r"#define FLASH_KDA_ABI_VERSION (\d+)", header)
+    assert version is not None
+    assert int(version[1]) == abi.ABI_VERSION
+
+
+def test_every_field_arrives_where_c_reads_it(stand_in: StandIn) -> None:
+    stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, DTYPES, 1)
+    names = list(stand_in.fields)
+    assert tuple(stand_in.last(name) for name in names[:13]) == POINTERS
+    assert names[12:14] == ["stream", "workspace_bytes"]
+    assert stand_in.last("workspace_bytes") == 14
+    geometry: list[int] = []
+    for name in names[14 : names.index("scale")]:
+        value = stand_in.last(name)
+        geometry += value if isinstance(value, tuple) else [value]
+    assert tuple(geometry) == GEOMETRY
+    assert (stand_in.last("scale"), stand_in.last("lower_bound")) == (0.5, -2.5)
+    assert tuple(stand_in.last(name) for name in names if name.endswith("_dtype")) == DTYPES
+    assert (stand_in.last("path"), stand_in.last("reserved")) == (1, 0)
+
+
+def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:
+    failures = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(10):
+                pointers, geometry = (number,) * 13, (number,) * 27
+                stand_in.launcher.forward(77, pointers, number, geometry, 1.0, -1.0, (0,) * 6, -1)
+        except ValueError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (1, ValueError),
+        (2, errors.DriverNotFoundError),
+        (3, errors.LaunchError),
+        (4, ValueError),
+        (9, errors.LaunchError),
+    ],
+)
+def test_statuses(stand_in: StandIn, status: int, error: type[Exception]) -> None:
+    stand_in.set_status(status)
+    with pytest.raises(error, match="the stand-in's text"):
+        stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, DTYPES, 1)
+    with pytest.raises(error, match="the stand-in's text"):
+        stand_in.launcher.open_module(b"image", 0)
+    with pytest.raises(error, match="the stand-in's text"):
+        stand_in.launcher.plan(1, 1, 1, 132)
+    with pytest.raises(ValueError, match="the stand-in's text"):
+        stand_in.launcher.workspace_size(1, 1, 1)
+
+
+def test_simple_functions(stand_in: StandIn) -> None:
+    launcher = stand_in.launcher
+    assert launcher.abi_version == abi.ABI_VERSION
+    assert launcher.workspace_size(2**31, 4, 5) == 1000000 * 2**31 + 4005
+    assert launcher.plan(1, 1, 1, 132) == 1
+    assert launcher.plan(1, 1, 1, 132, forced_path=0) == 0
+    assert launcher.open_module(b"7\0\0", 2) == 300 + 20 + ord("7") % 10
+    assert launcher.path_names == ("narrow", "wide")
+    assert launcher.path_id("wide") == 1
+    with pytest.raises(ValueError, match=r"FLASH_KDA_PATH: got 'huge'.*narrow, wide"):
+        launcher.path_id("huge")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    path = native.build(native.LAUNCHER, tmp_path / "other.so", "-DABI=2", "-DONLY_VERSION")
+    with pytest.raises(errors.BrokenInstallError) as info:
+        abi.Launcher(path)
+    text = str(info.value)
+    assert "Expected: launcher ABI version 1. Found: version 2." in text
+    assert str(path) in text
+    assert "pip install --force-reinstall" in text
+
+
+def test_a_missing_function_is_refused(tmp_path: Path) -> None:
+    path = native.build(native.LAUNCHER, tmp_path / "other.so", "-DONLY_VERSION")
+    with pytest.raises(errors.BrokenInstallError, match="flash_kda_last_error"):
+        abi.Launcher(path)
+
+
+@pytest.mark.parametrize("contents", [None, b"not a library"])
+def test_no_library(tmp_path: Path, contents: bytes | None) -> None:
+    path = tmp_path / "libflash_kda.so"
+    if contents is not None:
+        path.write_bytes(contents)
+    with pytest.raises(errors.BrokenInstallError, match=r"libflash_kda\.so") as info:
+        abi.Launcher(path)
+    assert isinstance(info.value.__cause__, OSError)
+
+
+@pytest.fixture
+def installed() -> abi.Launcher:
+    launcher = abi.launcher_or_none()
+    if launcher is None:
+        pytest.skip("needs the built launcher")
+    return launcher
+
+
+def test_installed_launcher(installed: abi.Launcher) -> None:
+    assert abi.abi_version() == abi.ABI_VERSION
+    names = abi.path_names()
+    assert {"portable_v128", "portable_v64", "portable_v32"} <= set(names)
+    assert [abi.path_id(name) for name in names] == list(range(len(names)))
+    for path in range(len(names)):
+        assert abi.plan(8192, 96, 1, 132, path) == path
+    assert 0 <= abi.plan(8192, 96, 1, 132) < len(names)
+    with pytest.raises(ValueError, match="flash_kda"):
+        abi.plan(8192, 96, 1, 132, len(names))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "sequences"), [(8192, 96, 1), (8192, 1, 300), (16, 4, 1), (100, 3, 100)]
+)
+def test_installed_workspace(
+    installed: abi.Launcher, tokens: int, heads: int, sequences: int
+) -> None:
+    size = ops.workspace_size(tokens, heads, sequences)
+    padded = min(16 * tokens, tokens + 15 * sequences)
+    assert 0 < size <= 864 * padded * heads + 16 * sequences + 4096
+    assert ops.workspace_size(2 * tokens, heads, sequences) > size
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (1, 0, 1), (1, 1, -1), (2**31, 1, 1), (2**64, 1, 1)])
+def test_workspace_size_out_of_range(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"workspace_size: (t_total|heads|sequences): got"):
+        ops.workspace_size(*sizes)
+
+
+@pytest.mark.parametrize("value", [1.0, True, None, "3"])
+def test_workspace_size_wants_integers(value: Any) -> None:
+    with pytest.raises(TypeError, match="workspace_size: heads: got"):
+        ops.workspace_size(1, value, 1)
+
+
+class GpuCall:
+    """A call that takes the GPU's way as far as the stand-in launcher, with CPU tensors."""
+
+    def __init__(self, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stand_in = stand_in
+        module = loader.Module(123, "90a", "file", 132)
+        monkeypatch.setattr(loader, "module_for", lambda device: module)
+        monkeypatch.setattr(abi, "_launcher", stand_in.launcher)
+        monkeypatch.setattr(ops, "_current_stream", lambda index: 4242)
+        monkeypatch.setattr(arguments, "_layouts", {})
+
+    def __call__(self, **arguments_: Any) -> None:
+        workspace = arguments_.pop("workspace", None)
+        checked = arguments.check(**arguments_, workspace=workspace)
+        checked.layout.on_cuda = True
+        ops.fwd(**arguments_, workspace=workspace)
+
+
+@pytest.fixture
+def gpu_call(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> GpuCall:
+    return GpuCall(stand_in, monkeypatch)
+
+
+def _call(tokens: int = 20, heads: int = 3, sequences: int = 4) -> dict[str, Any]:
+    packed = torch.zeros(1, tokens, heads, 5 * 128, dtype=torch.bfloat16).split(128, -1)
+    names = dict(zip(("q", "k", "v", "g", "out"), packed, strict=True))
+    return {
+        **names,
+        "beta": torch.zeros(1, heads, tokens).mT,
+        "scale": 0.25,
+        "A_log": torch.zeros(heads, 2, dtype=torch.float16)[:, 1],
+        "dt_bias": torch.zeros(heads, 128, dtype=torch.float64),
+        "lower_bound": -5,
+        "initial_state": torch.zeros(heads, sequences, 128, 128).transpose(0, 1),
+        "final_state": torch.zeros(sequences, heads, 128, 128, dtype=torch.bfloat16),
+        "cu_seqlens": torch.zeros(sequences + 1, 2, dtype=torch.int32)[:, 0],
+    }
+
+
+def test_what_a_gpu_call_hands_over(gpu_call: GpuCall, stand_in: StandIn) -> None:
+    call = _call()
+    gpu_call(**call)
+    for name in ("q", "k", "v", "g", "beta", "out", "dt_bias", "initial_state", "final_state"):
+        assert stand_in.last(name) == call[name].data_ptr(), name
+    assert stand_in.last("cu_seqlens") == call["cu_seqlens"].data_ptr()
+    assert stand_in.last("a_log") not in (0, call["A_log"].data_ptr())  # a contiguous copy
+    assert stand_in.last("workspace") != 0
+    assert stand_in.last("workspace_bytes") == 1000000 * 20 + 3000 + 4
+    assert stand_in.last("stream") == 4242
+    assert [stand_in.last(x) for x in ("batch", "tokens", "heads", "sequences")] == [1, 20, 3, 4]
+    for name in ("q", "k", "v", "g", "out"):
+        assert stand_in.last(f"{name}_stride") == (20 * 1920, 1920, 640)
+    assert stand_in.last("beta_stride")[1:] == (1, 20)
+    assert stand_in.last("initial_state_stride") == (16384, 4 * 16384)
+    assert stand_in.last("final_state_stride") == (3 * 16384, 16384)
+    assert stand_in.last("cu_seqlens_stride") == 2
+    assert (stand_in.last("scale"), stand_in.last("lower_bound")) == (0.25, -5.0)
+    kinds = [name for name in stand_in.fields if name.endswith("_dtype")]
+    assert [stand_in.last(name) for name in kinds] == [1, 3, 4, 1, 2, 5]
+    assert stand_in.last("path") == -1
+
+
+def test_absent_tensors_are_zero(gpu_call: GpuCall, stand_in: StandIn) -> None:
+    call = _call()
+    absent = ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens")
+    gpu_call(**{**call, **dict.fromkeys(absent)})
+    for name in absent:
+        assert stand_in.last(name.lower()) == 0
+        assert stand_in.last(f"{name.lower()}_dtype") == 0
+    assert stand_in.last("sequences") == 1
+
+
+def test_own_workspace(gpu_call: GpuCall, stand_in: StandIn) -> None:
+    call = _call(tokens=1, heads=1, sequences=1)
+    needed = 1000000 + 1000 + 1
+    memory = torch.zeros(needed + 512, dtype=torch.uint8)
+    start = -memory.data_ptr() % 256
+    workspace = memory[start : start + needed + 8]
+    gpu_call(**call, workspace=workspace)
+    assert stand_in.last("workspace") == workspace.data_ptr()
+    assert stand_in.last("workspace_bytes") == needed + 8
+    with pytest.raises(ValueError, match=rf"workspace: got {needed - 1} bytes; .* {needed}"):
+        gpu_call(**call, workspace=workspace[: needed - 1])
+
+
+def test_forced_path(gpu_call: GpuCall, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_KDA_PATH", "wide")
+    gpu_call(**_call())
+    assert stand_in.last("path") == 1
+    monkeypatch.setenv("FLASH_KDA_PATH", "")
+    gpu_call(**_call())
+    assert stand_in.last("path") == -1
+    monkeypatch.setenv("FLASH_KDA_PATH", "portable")
+    with pytest.raises(ValueError, match=r"FLASH_KDA_PATH: got 'portable'.*narrow, wide"):
+        gpu_call(**_call())
+
+
+def test_no_tokens_still_copies_states(gpu_call: GpuCall, stand_in: StandIn) -> None:
+    gpu_call(**_call())
+    gpu_call(**_call(tokens=0, heads=2, sequences=3))
+    assert [stand_in.last(x) for x in ("tokens", "sequences", "q")] == [0, 3, 0]
+    nothing = _call(tokens=0, heads=7, sequences=0)
+    gpu_call(**nothing)
+    gpu_call(**{**_call(tokens=0, heads=7), "final_state": None})
+    assert stand_in.last("heads") == 2  # neither of the two had anything to write
+
+
+def test_sizes_of_one_get_regular_strides(gpu_call: GpuCall, stand_in: StandIn) -> None:
+    call = _call(tokens=1, heads=1, sequences=1)
+    call["q"] = torch.zeros(128, dtype=torch.bfloat16).as_strided((1, 1, 1, 128), (3, 5, 7, 1))
+    gpu_call(**call)
+    assert stand_in.last("q_stride") == (128, 128, 128)

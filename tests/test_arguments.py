@@ -1,0 +1,639 @@
+"""Every misuse of fwd gets one error that names the argument, what it got and what it needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_kda
+from flash_kda import abi, arguments
+
+B, T, H, N = 2, 6, 3, 3
+BF16 = torch.bfloat16
+TOKEN_TENSORS = ("q", "k", "v", "g", "out")
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+OPTIONAL = ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens", "workspace")
+
+
+def make(batch: int = B, tokens: int = T, heads: int = H) -> dict[str, Any]:
+    """A correct call of batch rows."""
+    call: dict[str, Any] = {
+        name: torch.randn(batch, tokens, heads, 128).to(BF16) for name in TOKEN_TENSORS
+    }
+    call["beta"] = torch.randn(batch, tokens, heads)
+    call["scale"] = 128**-0.5
+    call["A_log"] = torch.randn(heads)
+    call["dt_bias"] = torch.randn(heads, 128)
+    call["lower_bound"] = -5.0
+    call["initial_state"] = torch.randn(batch, heads, 128, 128)
+    call["final_state"] = torch.randn(batch, heads, 128, 128)
+    return call
+
+
+def make_packed() -> dict[str, Any]:
+    """A correct call of N packed sequences."""
+    call = make(batch=1)
+    call["initial_state"] = torch.randn(N, H, 128, 128)
+    call["final_state"] = torch.randn(N, H, 128, 128)
+    call["cu_seqlens"] = torch.tensor([0, 2, 2, T])
+    return call
+
+
+def make_workspace(size: int, offset: int = 0) -> torch.Tensor:
+    memory = torch.zeros(size + 512, dtype=torch.uint8)
+    start = -memory.data_ptr() % 256 + offset
+    return memory[start : start + size]
+
+
+def refused(call: dict[str, Any], kind: type[Exception], *parts: str) -> None:
+    """The call fails with this class and these parts of the text, and writes nothing."""
+    written = [call.get(name) for name in ("out", "final_state", "workspace")]
+    kept = [x for x in written if type(x) is torch.Tensor and _is_plain(x)]
+    before = [_bits(x) for x in kept]
+    with pytest.raises((TypeError, ValueError)) as info:
+        flash_kda.fwd(**call)
+    assert type(info.value) is kind, info.value
+    for part in parts:
+        assert part in str(info.value)
+    assert "needs" in str(info.value)
+    for tensor, copy in zip(kept, before, strict=True):
+        assert torch.equal(_bits(tensor), copy)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    strange = tensor.is_nested or tensor.is_quantized or tensor.is_neg()
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not strange
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of its bytes, which compare equal even where they mean NaN."""
+    return tensor.clone().contiguous().view(-1).view(torch.uint8)
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    size = 1 + offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return torch.zeros(size, dtype=BF16).as_strided(shape, strides, offset)
+
+
+def test_correct_calls() -> None:
+    for call in (make(), make_packed()):
+        assert flash_kda.fwd(**call) is None
+        assert call["out"].isfinite().all()
+
+
+# --- kinds, dtypes, shapes, devices -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", (*TOKEN_TENSORS, "beta", *OPTIONAL))
+@pytest.mark.parametrize("value", [1.5, "text", [1.0], "numpy"])
+def test_not_a_tensor(name: str, value: Any) -> None:
+    if value == "numpy":
+        value = pytest.importorskip("numpy").zeros((B, T, H, 128))
+    needs = "a torch.Tensor" + (" or None" if name in OPTIONAL else "")
+    got = f"got a value of type {type(value).__name__}; needs {needs}"
+    refused({**make(), name: value}, TypeError, f"fwd: {name}: {got}")
+
+
+@pytest.mark.parametrize("name", (*TOKEN_TENSORS, "beta"))
+def test_none_for_a_required_tensor(name: str) -> None:
+    refused({**make(), name: None}, TypeError, f"fwd: {name}: got None; needs a torch.Tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "needs"),
+    [
+        *((name, (torch.float32, torch.float16), "dtype torch.bfloat16") for name in TOKEN_TENSORS),
+        ("beta", (torch.float16, torch.float64), "torch.float32 or torch.bfloat16"),
+        ("A_log", (torch.int32, torch.complex64, torch.bool), "torch.float32 or"),
+        ("dt_bias", (torch.int64,), "torch.float32 or"),
+        ("initial_state", (torch.float16, torch.float64), "torch.float32 or torch.bfloat16"),
+        ("final_state", (torch.float16, torch.float64), "torch.float32 or torch.bfloat16"),
+    ],
+)
+def test_dtypes(name: str, dtypes: tuple[torch.dtype, ...], needs: str) -> None:
+    for dtype in dtypes:
+        call = make()
+        call[name] = call[name].to(dtype)
+        refused(call, TypeError, f"fwd: {name}: got dtype {dtype}; needs dtype", needs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.bool])
+def test_cu_seqlens_dtypes(dtype: torch.dtype) -> None:
+    call = make_packed()
+    call["cu_seqlens"] = call["cu_seqlens"].to(dtype)
+    refused(call, TypeError, f"cu_seqlens: got dtype {dtype}; needs dtype torch.int32 or")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "needs"),
+    [
+        ("q", (T, H, 128), "4 dimensions, [B, T, H, 128]"),
+        ("q", (B, T, H, 64), "last dimension of 128"),
+        ("q", (B, T, H, 256), "last dimension of 128"),
+        ("q", (B, T, 0, 128), "at least one head"),
+        ("k", (B, T, H, 64), f"shape [{B}, {T}, {H}, 128]"),
+        ("k", (B, T, H + 1, 128), f"shape [{B}, {T}, {H}, 128]"),
+        ("v", (B, T, H, 256), f"shape [{B}, {T}, {H}, 128]"),
+        ("v", (B, T + 1, H, 128), f"shape [{B}, {T}, {H}, 128]"),
+        ("g", (B, T, H * 128), f"shape [{B}, {T}, {H}, 128]"),
+        ("out", (B + 1, T, H, 128), f"shape [{B}, {T}, {H}, 128]"),
+        ("beta", (B, T, H, 1), f"shape [{B}, {T}, {H}]"),
+        ("beta", (B, H, T), f"shape [{B}, {T}, {H}]"),
+        ("A_log", (H + 1,), f"H = {H} elements"),
+        ("A_log", (), f"H = {H} elements"),
+        ("dt_bias", (128, H), f"shape [{H}, 128] or [{H * 128}]"),
+        ("dt_bias", (H,), f"shape [{H}, 128] or [{H * 128}]"),
+        ("dt_bias", (1, H, 128), f"shape [{H}, 128] or [{H * 128}]"),
+        ("initial_state", (B, H, 128), f"shape [{B}, {H}, 128, 128], [N, H, V, K] with N = B"),
+        ("final_state", (B + 1, H, 128, 128), f"shape [{B}, {H}, 128, 128], [N, H, V, K]"),
+        ("final_state", (B, H, 128, 64), f"shape [{B}, {H}, 128, 128], [N, H, V, K]"),
+    ],
+)
+def test_shapes(name: str, shape: tuple[int, ...], needs: str) -> None:
+    call = make()
+    call[name] = torch.zeros(shape, dtype=call[name].dtype)
+    refused(call, ValueError, f"fwd: {name}: got shape {list(shape)}", needs)
+
+
+def test_states_follow_cu_seqlens() -> None:
+    for name in ("initial_state", "final_state"):
+        call = make_packed()
+        call[name] = call[name][:1]
+        refused(call, ValueError, f"{name}: got shape [1, ", "with N = len(cu_seqlens) - 1")
+
+
+def test_cu_seqlens_shape() -> None:
+    call = make_packed()
+    refused({**call, "cu_seqlens": call["cu_seqlens"][None]}, ValueError, "cu_seqlens: got shape")
+    empty = call["cu_seqlens"][:0]
+    refused({**call, "cu_seqlens": empty}, ValueError, "cu_seqlens: got 0 entries", "N + 1")
+    call = make()
+    call["cu_seqlens"] = torch.tensor([0, T, T])
+    refused(call, ValueError, f"q: got B = {B} with cu_seqlens; needs B = 1")
+
+
+def test_too_many_tokens() -> None:
+    call = make()
+    for name in ("q", "k", "v", "g"):
+        call[name] = call[name][:1, :1].expand(2, 2**30, H, 128)
+    refused(call, ValueError, "q: got shape", f"B * T = {2**31}; needs B * T below 2^31")
+
+
+@pytest.mark.parametrize("name", (*TOKEN_TENSORS, "beta", *OPTIONAL[:-1]))
+@pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:.*quantized tensor creation")
+def test_kinds_of_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_packed()
+    refused({**call, name: call[name].to_sparse()}, ValueError, f"{name}: got a tensor of layout")
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)])
+    refused({**call, name: nested}, ValueError, f"{name}: got a nested tensor")
+    jagged = torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged)
+    refused({**call, name: jagged}, ValueError, f"{name}: got a nested tensor")
+    quantized = torch.quantize_per_tensor(torch.zeros(call[name].shape), 0.1, 0, torch.quint8)
+    refused({**call, name: quantized}, TypeError, f"{name}: got a quantized tensor")
+    meta = call[name].to("meta")
+    where = "a CUDA or CPU device" if name == "q" else "needs cpu, as q"
+    refused({**call, name: meta}, ValueError, f"{name}: got a tensor on meta", where)
+    if call[name].is_floating_point():
+        monkeypatch.setattr(arguments, "_layouts", {})
+        refused({**call, name: torch._neg_view(call[name])}, ValueError, f"{name}: got a lazily")
+
+
+def test_imaginary_parts_of_conjugates() -> None:
+    call = make()
+    flash_kda.fwd(**{**call, "beta": torch.view_as_real(torch.randn(B, T, H) + 0j)[..., 1]})
+    imaginary = torch.randn(B, T, H, dtype=torch.complex64).conj().imag
+    refused({**call, "beta": imaginary}, ValueError, "beta: got a lazily negated")
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_without_memory() -> None:
+    call = make()
+    flash_kda.fwd(**call)  # the same metadata have passed before
+    with FakeTensorMode() as mode:
+        fake = {n: mode.from_tensor(x) for n, x in call.items() if isinstance(x, torch.Tensor)}
+        refused({**call, **fake}, ValueError, "q: got a FakeTensor without memory")
+    outcome: list[Exception] = []
+
+    def traced(beta: torch.Tensor) -> torch.Tensor:
+        try:
+            flash_kda.fwd(**{**call, "beta": beta})
+        except ValueError as error:
+            outcome.append(error)
+        return beta
+
+    torch.func.vmap(traced)(call["beta"][None])
+    assert "beta: got a Tensor without memory" in str(outcome[0])
+
+
+# --- strides, alignment -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_token_strides(name: str) -> None:
+    call = make()
+    gaps = strided((B, T, H, 128), (T * H * 256, H * 256, 256, 2))
+    refused({**call, name: gaps}, ValueError, f"{name}: got strides", "contiguous last dimension")
+    for dim, odd in enumerate(((8001, 1024, 256, 1), (8192, 1028, 256, 1), (8192, 1024, 252, 1))):
+        needs = f"a stride of dimension {dim} that is a multiple of 8 elements"
+        refused({**call, name: strided((B, T, H, 128), odd)}, ValueError, f"{name}: got", needs)
+    flash_kda.fwd(**{**call, name: strided((B, T, H, 128), (8192, 136, 1024, 1), offset=8)})
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_alignment(name: str) -> None:
+    call = make()
+    memory = torch.zeros(B * T * H * 128 + 8, dtype=BF16)
+    moved = memory[4:-4].view(B, T, H, 128)
+    excess = moved.data_ptr() % 16
+    refused({**call, name: moved}, ValueError, f"{name}: got a first element {excess} bytes past")
+
+
+def test_strides_of_single_dimensions_do_not_matter() -> None:
+    call = make(batch=1, tokens=1, heads=1)
+    for name in TOKEN_TENSORS:
+        call[name] = strided((1, 1, 1, 128), (3, 5, 7, 1))
+    call["initial_state"] = torch.zeros(1, 1, 128, 128).as_strided((1, 1, 128, 128), (3, 5, 128, 1))
+    flash_kda.fwd(**call)
+
+
+def test_expanded_inputs() -> None:
+    call = make()
+    for name in ("q", "k", "v", "g"):
+        call[name] = torch.randn(128).to(BF16).expand(B, T, H, 128)
+    call["beta"] = torch.randn(1).expand(B, T, H)
+    call["initial_state"] = torch.randn(128, 128).expand(B, H, 128, 128)
+    call["A_log"] = torch.randn(1).expand(H)
+    call["dt_bias"] = torch.randn(128).expand(H, 128)
+    flash_kda.fwd(**call)
+    same = {**call, "out": torch.zeros_like(make()["out"])}
+    for name, tensor in call.items():
+        if name in INPUTS:
+            same[name] = tensor.contiguous()
+    flash_kda.fwd(**same)
+    assert torch.equal(same["out"], call["out"])
+
+
+@pytest.mark.parametrize(
+    "strides", [(0, 384, 128, 1), (2304, 0, 128, 1), (2304, 384, 0, 1), (2304, 384, 120, 1)]
+)
+def test_out_that_overlaps_itself(strides: tuple[int, ...]) -> None:
+    out = torch.zeros(B * T * H * 128, dtype=BF16).as_strided((B, T, H, 128), strides)
+    refused({**make(), "out": out}, ValueError, "out: got shape", "of its own for every element")
+
+
+def test_states_strides() -> None:
+    call = make()
+    memory = torch.zeros(B, H, 256, 256)
+    for name in ("initial_state", "final_state"):
+        for bad in (memory[..., :128, :128], memory[..., ::2, :128], call[name].mT):
+            refused({**call, name: bad}, ValueError, f"{name}: got strides", "contiguous inner two")
+    single = torch.zeros(128, 128)
+    expanded = single.expand(B, H, 128, 128)
+    refused({**call, "final_state": expanded}, ValueError, "final_state: got shape", "of its own")
+    odd = torch.zeros(B * H * 16385 + 1)[1:].as_strided(
+        (B, H, 128, 128), (H * 16385, 16385, 128, 1)
+    )
+    flash_kda.fwd(**{**call, "initial_state": odd})
+    flash_kda.fwd(**{**call, "final_state": odd})
+
+
+# --- tensors that share memory ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "g"))
+def test_out_is_an_input(name: str) -> None:
+    call = make()
+    needs = f"out: got a tensor that shares memory with {name}; needs memory"
+    refused({**call, "out": call[name]}, ValueError, needs)
+    memory = torch.randn(B * T * H * 128 + 1000).to(BF16)
+    shape = (B, T, H, 128)
+    call[name] = memory[: B * T * H * 128].view(shape)
+    call["out"] = memory[1000:].view(shape)
+    refused(call, ValueError, needs)
+
+
+@pytest.mark.parametrize("written", ("out", "final_state"))
+@pytest.mark.parametrize("name", INPUTS)
+def test_written_tensors_over_inputs(written: str, name: str) -> None:
+    if (written, name) == ("final_state", "initial_state"):
+        return  # has its own test
+    call = make_packed()
+    memory = torch.zeros(1 << 20, dtype=torch.float64)
+    for argument in (written, name):
+        old = call[argument]
+        call[argument] = memory.view(old.dtype)[: old.numel()].view(old.shape).copy_(old)
+    if name == "cu_seqlens":
+        memory.view(torch.int64)[: N + 1] = torch.tensor([0, 2, 2, T])
+    refused(call, ValueError, f"{written}: got a tensor that shares memory with {name}")
+
+
+def test_out_over_final_state() -> None:
+    call = make()
+    call["final_state"] = torch.zeros(B, H, 128, 128)
+    call["out"] = call["final_state"].view(BF16).view(-1)[: B * T * H * 128].view(B, T, H, 128)
+    refused(call, ValueError, "out: got a tensor that shares memory with final_state")
+
+
+def parts(shape: tuple[int, ...]) -> list[Callable[[], list[torch.Tensor]]]:
+    """Ways to cut five [B, T, H, 128] tensors out of one buffer so that they interleave."""
+    batch, tokens, heads, _ = shape
+
+    def by_channel() -> list[torch.Tensor]:
+        return list(torch.randn(batch, tokens, heads, 5 * 128).to(BF16).split(128, -1))
+
+    def by_projection() -> list[torch.Tensor]:
+        packed = torch.randn(batch, tokens, 5 * heads * 128).to(BF16)
+        return [part.unflatten(-1, (heads, 128)) for part in packed.chunk(5, -1)]
+
+    def by_token() -> list[torch.Tensor]:
+        packed = torch.randn(batch, 5 * tokens, heads, 128).to(BF16)
+        return [packed[:, i::5] for i in range(5)]
+
+    def by_batch() -> list[torch.Tensor]:
+        packed = torch.randn(batch, 5, heads, tokens, 128).to(BF16)
+        return [packed[:, i].transpose(1, 2) for i in range(5)]
+
+    return [by_channel, by_projection, by_token, by_batch]
+
+
+@pytest.mark.parametrize("cut", parts((B, T, H, 128)), ids=lambda cut: cut.__name__)
+def test_interleaved_views(cut: Callable[[], list[torch.Tensor]]) -> None:
+    views = dict(zip(TOKEN_TENSORS, cut(), strict=True))
+    call = {**make(), **views}
+    apart = {**call, **{name: view.contiguous() for name, view in views.items()}}
+    flash_kda.fwd(**call)
+    flash_kda.fwd(**apart)
+    for name in TOKEN_TENSORS:
+        assert torch.equal(call[name], apart[name]), name
+    refused({**call, "out": views["k"]}, ValueError, "out: got a tensor that shares memory with k")
+
+
+def test_views_that_share_one_row() -> None:
+    buffer = torch.randn(B, T + 1, H, 5 * 128).to(BF16)
+    call = make()
+    call["q"], call["out"] = buffer[:, :-1, :, :128], buffer[:, 1:, :, 128:256]
+    flash_kda.fwd(**call)
+    call["out"] = buffer[:, 1:, :, 120:248]
+    refused(call, ValueError, "out: got a tensor that shares memory with q")
+
+
+def test_the_same_tensor_for_both_states() -> None:
+    call, apart = make(), make()
+    apart.update({name: call[name] for name in call if name not in ("out", "final_state")})
+    call["final_state"] = call["initial_state"]
+    apart["initial_state"] = call["initial_state"].clone()
+    flash_kda.fwd(**apart)
+    flash_kda.fwd(**call)
+    assert torch.equal(call["final_state"], apart["final_state"])
+    assert torch.equal(call["out"], apart["out"])
+
+
+def test_states_that_overlap_in_part() -> None:
+    call = make()
+    memory = torch.zeros(B + 1, H, 128, 128)
+    text = "final_state: got a tensor that shares memory with initial_state"
+    states = {"initial_state": memory[:-1], "final_state": memory[1:]}
+    refused({**call, **states}, ValueError, text, "the very tensor given as initial_state")
+    states = {"initial_state": memory[:-1], "final_state": memory.view(BF16).view(-1)}
+    states["final_state"] = states["final_state"][: B * H * 16384].view(B, H, 128, 128)
+    refused({**call, **states}, ValueError, text)
+    states = {"initial_state": memory[:-1], "final_state": memory[:-1].flip(0)}
+    flash_kda.fwd(**{**call, **states})  # flip copies
+    square = torch.zeros(B, B, 128, 128)
+    transposed = {**make(heads=B), "initial_state": square, "final_state": square.transpose(0, 1)}
+    refused(transposed, ValueError, text)
+    both = torch.zeros(B, 2, H, 128, 128)
+    flash_kda.fwd(**{**call, "initial_state": both[:, 0], "final_state": both[:, 1]})
+
+
+def test_inputs_may_share() -> None:
+    call = make()
+    call["k"] = call["v"] = call["g"] = call["q"]
+    flash_kda.fwd(**call)
+
+
+def test_a_remembered_layout_does_not_hide_overlap() -> None:
+    buffer = torch.zeros(4 * B * T * H * 128, dtype=BF16)
+    size, shape = B * T * H * 128, (B, T, H, 128)
+    call = make()
+    call["q"], call["out"] = buffer[:size].view(shape), buffer[size : 2 * size].view(shape)
+    flash_kda.fwd(**call)
+    flash_kda.fwd(**call)
+    call["out"] = buffer[size - 8 : 2 * size - 8].view(shape)
+    refused(call, ValueError, "out: got a tensor that shares memory with q")
+    call["out"] = buffer[size + 4 : 2 * size + 4].view(shape)
+    refused(call, ValueError, "out: got a first element")
+
+
+def test_memory_of_remembered_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts: dict[Any, Any] = {}
+    monkeypatch.setattr(arguments, "_layouts", layouts)
+    monkeypatch.setattr(arguments, "_LAYOUT_LIMIT", 3)
+    monkeypatch.setattr(arguments, "_PROVEN_LIMIT", 2)
+    keep = []
+    for tokens in (0, 1, 2, 3, 4, 4, 4, 4, 4):
+        keep.append(make(tokens=tokens, heads=1))
+        flash_kda.fwd(**keep[-1])
+        assert len(layouts) <= 3
+        assert all(len(layout.proven) <= 2 for layout in layouts.values())
+
+
+# --- scalars ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+@pytest.mark.parametrize(
+    "value", [True, "1.0", b"1", [1.0], 1j, torch.ones(1), torch.tensor(True), torch.tensor(1j)]
+)
+def test_not_a_number(name: str, value: Any) -> None:
+    refused({**make(), name: value}, TypeError, f"fwd: {name}: got", "needs a real number (float)")
+
+
+def test_numbers_on_other_devices() -> None:
+    refused({**make(), "scale": torch.ones((), device="meta")}, TypeError, "scale: got a tensor on")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, 10**400, -(10**400)])
+def test_scale_is_finite(value: float) -> None:
+    refused({**make(), "scale": value}, ValueError, "scale: got", "a finite number")
+
+
+def test_scale_none() -> None:
+    refused({**make(), "scale": None}, TypeError, "scale: got None; needs a real number")
+
+
+@pytest.mark.parametrize("value", [0.1, -5.0001, 5, math.nan, -math.inf, math.inf, 10**400])
+def test_lower_bound_range(value: float) -> None:
+    refused({**make(), "lower_bound": value}, ValueError, "lower_bound: got", "in [-5, 0]")
+
+
+def test_lower_bound_none() -> None:
+    refused(
+        {**make(), "lower_bound": None},
+        ValueError,
+        "lower_bound: got None",
+        "softplus-gated models (lower_bound=None) are not supported yet",
+    )
+
+
+def test_kinds_of_numbers() -> None:
+    call = make()
+    expected = torch.zeros_like(call["out"])
+    flash_kda.fwd(**{**call, "scale": 2.0, "lower_bound": -3.0, "out": expected})
+    for convert in (int, Fraction, torch.tensor, "float32", "float64", "int64", "float16"):
+        if isinstance(convert, str):
+            convert = getattr(pytest.importorskip("numpy"), convert)
+        flash_kda.fwd(**{**call, "scale": convert(2), "lower_bound": convert(-3)})
+        assert torch.equal(call["out"], expected)
+    for bound in (0, -0.0, -5):
+        flash_kda.fwd(**{**call, "lower_bound": bound})
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", (*TOKEN_TENSORS, "beta", "A_log", "dt_bias", "initial_state", "final_state")
+)
+def test_gradients(name: str) -> None:
+    call = make()
+    flash_kda.fwd(**call)
+    call[name] = torch.nn.Parameter(call[name])
+    refused(call, ValueError, f"fwd: {name}: got a tensor that requires grad", "forward only")
+    with torch.no_grad():
+        flash_kda.fwd(**call)
+    with torch.inference_mode():
+        flash_kda.fwd(**call)
+    call[name].requires_grad_(False)
+    flash_kda.fwd(**call)
+
+
+def test_inference_tensors_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        call = make()
+    flash_kda.fwd(**call)
+    assert call["out"].isfinite().all()
+
+
+def test_subclasses() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    call = make()
+    plain = torch.zeros_like(call["out"])
+    flash_kda.fwd(**{**call, "out": plain})
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor):
+            call[name] = value.as_subclass(Named)
+    flash_kda.fwd(**call)
+    assert torch.equal(call["out"].as_subclass(torch.Tensor), plain)
+
+
+# --- cu_seqlens' values on the CPU --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([-1, 2, 3, T], "cu_seqlens[0] = -1; needs at least 0 and at most T = 6"),
+        ([0, 3, 2, T], "cu_seqlens[2] = 2; needs at least, the value before it, 3"),
+        ([0, 2, T + 1, T], f"cu_seqlens[2] = {T + 1}; needs"),
+        ([0, 2, 3, 2**31 - 1], f"cu_seqlens[3] = {2**31 - 1}; needs"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cu_seqlens_values(values: list[int], text: str, dtype: torch.dtype) -> None:
+    call = make_packed()
+    flash_kda.fwd(**call)
+    call["cu_seqlens"] = torch.tensor(values, dtype=dtype)
+    refused(call, ValueError, text)
+
+
+def test_tokens_outside_cu_seqlens_stay() -> None:
+    call = make_packed()
+    before = call["out"].clone()
+    table = torch.zeros(N + 1, 2, dtype=torch.int32)
+    table[:, 0] = torch.tensor([1, 3, 3, 5])
+    flash_kda.fwd(**{**call, "cu_seqlens": table[:, 0]})
+    for row in (0, T - 1):
+        assert torch.equal(call["out"][:, row], before[:, row])
+    assert not torch.equal(call["out"][:, 1:5], before[:, 1:5])
+    assert torch.equal(call["final_state"][1], call["initial_state"][1])
+
+
+# --- empty calls --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, T), (B, 0), (0, 0)])
+def test_empty_batches(batch: int, tokens: int) -> None:
+    call = make(batch, tokens)
+    flash_kda.fwd(**call)
+    assert torch.equal(call["final_state"], call["initial_state"])
+    flash_kda.fwd(**{**call, "initial_state": None})
+    assert not call["final_state"].any()
+
+
+@pytest.mark.parametrize("tokens", [0, T])
+def test_no_sequences(tokens: int) -> None:
+    call = make(1, tokens)
+    before = call["out"].clone()
+    for name in ("initial_state", "final_state"):
+        call[name] = call[name][:0]
+    flash_kda.fwd(**{**call, "cu_seqlens": torch.zeros(1, dtype=torch.int32)})
+    assert torch.equal(call["out"], before)
+
+
+# --- workspace, FLASH_KDA_PATH ------------------------------------------------------------------
+
+
+def test_workspace_kinds() -> None:
+    call = make()
+    refused({**call, "workspace": torch.zeros(8)}, TypeError, "workspace: got dtype torch.float32")
+    square = torch.zeros(8, 8, dtype=torch.uint8)
+    for bad in (square, square.view(-1)[::2]):
+        refused({**call, "workspace": bad}, ValueError, "workspace: got shape", "one contiguous")
+    odd = make_workspace(1 << 20, 128)
+    refused({**call, "workspace": odd}, ValueError, "workspace: got a first element 128 bytes past")
+
+
+def test_workspace_size() -> None:
+    if abi.launcher_or_none() is None:
+        pytest.skip("needs the built launcher")
+    needed = flash_kda.workspace_size(B * T, H, B)
+    flash_kda.fwd(**make(), workspace=make_workspace(needed))
+    refused(
+        {**make(), "workspace": make_workspace(needed - 1)},
+        ValueError,
+        f"workspace: got {needed - 1} bytes",
+        f"at least {needed}, which is flash_kda.workspace_size({B * T}, {H}, {B})",
+    )
+
+
+@pytest.mark.parametrize("name", (*INPUTS, "out", "final_state"))
+def test_workspace_over_another_argument(name: str) -> None:
+    call = make_packed()
+    workspace = make_workspace(1 << 22)
+    old = call[name]
+    size = old.numel() * old.element_size()
+    call[name] = workspace[256 : 256 + size].view(old.dtype).view(old.shape).copy_(old)
+    pair = (name, "workspace") if name in ("out", "final_state") else ("workspace", name)
+    call["workspace"] = workspace
+    refused(call, ValueError, f"{pair[0]}: got a tensor that shares memory with {pair[1]}")
+
+
+def test_path_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = abi.launcher_or_none()
+    if launcher is None:
+        pytest.skip("needs the built launcher")
+    monkeypatch.setenv("FLASH_KDA_PATH", launcher.path_names[-1])
+    flash_kda.fwd(**make())
+    monkeypatch.setenv("FLASH_KDA_PATH", "no_such_path")
+    refused(
+        make(), ValueError, "FLASH_KDA_PATH: got 'no_such_path'", ", ".join(launcher.path_names)
+    )

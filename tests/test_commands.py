@@ -1,0 +1,309 @@
+"""``python -m flash_kda doctor`` and ``demo``, on any machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flash_kda
+from flash_kda import __main__, abi, demo, doctor, driver, manifest
+
+PACKAGE = Path(flash_kda.__file__).parent
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+H200 = driver.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 150 << 30, "GPU-1")
+B300 = driver.DeviceInfo(1, "NVIDIA B300", (10, 3), 148, 280 << 30, "GPU-2")
+A100 = driver.DeviceInfo(0, "NVIDIA A100", (8, 0), 108, 80 << 30, "GPU-3")
+
+
+class FakeLauncher:
+    """Answers like the launcher library, for machines where it is not built."""
+
+    abi_version = abi.ABI_VERSION
+    path_names = ("portable_v128", "portable_v64")
+
+    def path_id(self, name: str) -> int:
+        if name not in self.path_names:
+            raise ValueError(f"FLASH_KDA_PATH: got {name!r}")
+        return self.path_names.index(name)
+
+    def plan(self, t_total: int, heads: int, sequences: int, sm_count: int, forced: int) -> int:
+        if forced != abi.AUTOMATIC_PATH:
+            return forced
+        return int(2 * heads * sequences <= sm_count)
+
+
+class Machine:
+    """A made-up machine: change its attributes, then call doctor."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda: tuple[int, int] | None = (12, 9)
+        self.devices: list[driver.DeviceInfo] = []
+        self.directory = directory
+        self.targets = ("90a", "100a")
+        monkeypatch.setattr(abi, "launcher", FakeLauncher)
+        monkeypatch.setattr(manifest, "read", lambda: self._manifest())
+        monkeypatch.setattr(driver, "driver_version", self._driver_version)
+        monkeypatch.setattr(driver, "devices", self._devices)
+        for name in doctor.VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+
+    def cubin(self, target: str) -> Path:
+        return self.directory / f"flash_kda.sm_{target}.cubin"
+
+    def _manifest(self) -> manifest.Manifest:
+        records = {}
+        for target in self.targets:
+            content = f"kernels for {target}".encode()
+            if not self.cubin(target).exists():
+                self.cubin(target).write_bytes(content)
+            digest = hashlib.sha256(content).hexdigest()
+            records[target] = manifest.FileRecord(self.cubin(target), digest, len(content))
+        compiler = {"name": "nvrtc", "version": "12.9.86", "cuda": "12.9"}
+        return manifest.Manifest(
+            path=self.directory / "manifest.json",
+            package_version=flash_kda.__version__,
+            abi_version=abi.ABI_VERSION,
+            compiler_name="nvrtc",
+            compiler_version="12.9.86",
+            compiler_cuda=(12, 9),
+            launcher=manifest.FileRecord(self.directory / "lib.so", "0", 0),
+            cubins=records,
+            raw={"compiler": compiler},
+        )
+
+    def _driver_version(self) -> tuple[int, int]:
+        if self.cuda is None:
+            raise driver.DriverUnavailable("libcuda.so.1: cannot open")
+        return self.cuda
+
+    def _devices(self) -> list[driver.DeviceInfo]:
+        self._driver_version()
+        return self.devices
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def run_doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    status = __main__.main(["doctor", "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_intact_without_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.cuda = None
+    status, report = run_doctor(capsys)
+    assert (status, report["status"], report["problems"]) == (0, "ok", [])
+    assert report["driver"]["cuda"] is None
+    assert "CPU tensors" in report["driver"]["error"]
+    assert report["gpus"] == []
+    assert [cubin["target"] for cubin in report["install"]["cubins"]] == ["90a", "100a"]
+    assert all(cubin["ok"] for cubin in report["install"]["cubins"])
+
+    status, report = run_doctor(capsys, "--require-gpu")
+    assert (status, report["status"]) == (1, "broken")
+    assert "--require-gpu" in report["problems"][0]
+
+
+def test_gpu_gets_cubin_and_paths(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.devices = [H200]
+    status, report = run_doctor(capsys, "--require-gpu")
+    assert status == 0
+    (gpu,) = report["gpus"]
+    assert (gpu["target"], gpu["cubin"]) == ("90a", str(machine.cubin("90a")))
+    assert (gpu["capability"], gpu["sm_count"], gpu["error"]) == ("9.0", 132, None)
+    paths = {row["heads"]: row["path"] for row in gpu["paths"]}
+    assert paths == {96: "portable_v128", 12: "portable_v64"}
+
+    assert __main__.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "sm_90a" in text and "1 x 8192 tokens, H = 12: portable_v64" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [(B300, ("NVIDIA B300", "10.3", "90a, 100a", "103a")), (A100, ("NVIDIA A100", "8.0"))],
+)
+def test_gpu_without_cubin_is_a_problem(
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    device: driver.DeviceInfo,
+    words: tuple[str, ...],
+) -> None:
+    machine.devices = [H200, device]
+    status, report = run_doctor(capsys)
+    assert status == 1
+    assert report["gpus"][0]["error"] is None
+    assert report["gpus"][1]["target"] is None
+    (problem,) = report["problems"]
+    assert problem == report["gpus"][1]["error"]
+    assert all(word in problem for word in words)
+
+
+def test_old_driver_is_a_problem(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.devices = [H200]
+    machine.cuda = (12, 4)
+    status, report = run_doctor(capsys)
+    assert status == 1
+    assert report["driver"]["cuda"] == "12.4"
+    assert "575" in report["gpus"][0]["error"]
+
+
+def test_damaged_cubin(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.cubin("100a").write_bytes(b"other")
+    status, report = run_doctor(capsys)
+    assert status == 1
+    states = {cubin["target"]: cubin["ok"] for cubin in report["install"]["cubins"]}
+    assert states == {"90a": True, "100a": False}
+    (problem,) = report["problems"]
+    assert str(machine.cubin("100a")) in problem and "pip install" in problem
+
+
+def test_no_cubins(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.targets = ()
+    status, report = run_doctor(capsys)
+    assert status == 1
+    assert "cubin" in report["problems"][0]
+
+
+def test_forced_path(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.devices = [H200]
+    monkeypatch.setenv("FLASH_KDA_PATH", "portable_v64")
+    status, report = run_doctor(capsys)
+    assert status == 0
+    assert report["environment"] == {"FLASH_KDA_PATH": "portable_v64"}
+    assert {row["path"] for row in report["gpus"][0]["paths"]} == {"portable_v64"}
+    monkeypatch.setenv("FLASH_KDA_PATH", "nonsense")
+    status, report = run_doctor(capsys)
+    assert status == 1
+    assert "nonsense" in report["gpus"][0]["error"]
+
+
+# The same in a process of its own, over a copy of the package that is then damaged.
+
+
+def copy_package(tmp_path: Path) -> Path:
+    copy = tmp_path / "site" / "flash_kda"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def doctor_process(package: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_kda", "doctor", "--json", *options],
+        cwd=package.parent,
+        env={**os.environ, **NO_GPU},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert report["directory"] == str(package), done.stderr
+    return done.returncode, report
+
+
+def test_package_that_was_never_built(tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
+    (package / "manifest.json").unlink(missing_ok=True)
+    status, report = doctor_process(package)
+    assert status == 1
+    assert report["install"] is None
+    assert str(package / "manifest.json") in report["problems"][0]
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    if not (PACKAGE / "manifest.json").exists():
+        pytest.skip(f"the package in {PACKAGE} is not built")
+    return copy_package(tmp_path)
+
+
+def test_built_package_is_intact(built: Path) -> None:
+    status, report = doctor_process(built)
+    assert (status, report["problems"], report["status"]) == (0, [], "ok")
+    assert report["install"]["launcher"]["ok"] and report["install"]["launcher"]["paths"]
+    assert doctor_process(built, "--require-gpu")[0] == 1
+
+
+def test_truncated_cubin(built: Path) -> None:
+    cubin = next((built / "cubin").iterdir())
+    cubin.write_bytes(cubin.read_bytes()[:-100])
+    status, report = doctor_process(built)
+    assert status == 1
+    assert str(cubin) in report["problems"][0]
+
+
+def test_missing_launcher(built: Path) -> None:
+    launcher = built / "lib" / "libflash_kda.so"
+    launcher.unlink()
+    status, report = doctor_process(built)
+    assert status == 1
+    assert not report["install"]["launcher"]["ok"]
+    assert str(launcher) in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("schema", 99, "newer"),
+        ("abi_version", 99, "ABI"),
+        ("launcher", {"file": "../x.so", "sha256": "0", "size": 1}, "inside"),
+    ],
+)
+def test_altered_manifest(built: Path, key: str, value: object, word: str) -> None:
+    path = built / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    status, report = doctor_process(built)
+    assert status == 1
+    assert word in report["problems"][0]
+
+
+def test_demo_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["demo", "--device", "cpu", "--heads", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "agrees with the float64 recurrence" in text
+    assert "error of out" in text and "error of final state" in text
+
+
+def test_demo_reports_wrong_results(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = demo.ops.fwd
+
+    def wrong(**arguments: Any) -> None:
+        right(**arguments)
+        arguments["out"][0, -1] += 1
+
+    monkeypatch.setattr(demo.ops, "fwd", wrong)
+    assert __main__.main(["demo", "--device", "cpu", "--heads", "1"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_demo_reports_loader_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**arguments: Any) -> None:
+        raise flash_kda.NoCubinError("no kernels for it")
+
+    monkeypatch.setattr(demo.ops, "fwd", fail)
+    assert __main__.main(["demo", "--device", "cpu"]) == 1
+    assert "NoCubinError: no kernels for it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nonsense"]])
+def test_wrong_command_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(argv)
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err

@@ -1,0 +1,490 @@
+"""Which GPU code is loaded, and what is said when none can be: on made-up drivers and devices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import native
+import pytest
+import torch
+
+from flash_kda import abi, driver, errors, loader, manifest
+
+CUBIN = b"\x7fELF\x02" + bytes(13) + (190).to_bytes(2, "little") + b"code for "
+
+
+class Machine:
+    """An installed package in a folder, a driver and GPUs; records what is opened where."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.version: tuple[int, int] | Exception = (12, 9)
+        self.gpus: list[driver.DeviceInfo] = []
+        self.opened: list[tuple[bytes, int]] = []
+        self.refusal: Exception | None = None
+        self.add_gpu("NVIDIA H200", (9, 0), 132)
+        for name in ("FLASH_KDA_CUBIN", "FLASH_KDA_ALLOW_OLD_DRIVER"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(manifest, "PACKAGE_DIR", folder)
+        monkeypatch.setattr(driver, "driver_version", self.driver_version)
+        monkeypatch.setattr(driver, "device", self.device)
+        monkeypatch.setattr(driver, "devices", lambda: list(self.gpus))
+        monkeypatch.setattr(abi, "open_module", self.open_module)
+        monkeypatch.setattr(loader, "_modules", {})
+        self.install("90a", "100a")
+
+    def add_gpu(self, name: str, capability: tuple[int, int], sm_count: int = 100) -> None:
+        info = driver.DeviceInfo(len(self.gpus), name, capability, sm_count, 1 << 30, "GPU-0")
+        self.gpus.append(info)
+
+    def replace_gpu(self, name: str, capability: tuple[int, int]) -> None:
+        self.gpus.clear()
+        self.add_gpu(name, capability)
+
+    def install(self, *targets: str, cuda: str = "12.9") -> None:
+        self.document: dict[str, Any] = {
+            "schema": 1,
+            "package_version": "0.1.0",
+            "abi_version": abi.ABI_VERSION,
+            "compiler": {"name": "nvrtc", "version": f"{cuda}.86", "cuda": cuda},
+            "launcher": self.record("lib/libflash_kda.so", b"library"),
+            "cubins": [
+                {"target": target, **self.record(f"cubin/{target}.cubin", self.code(target))}
+                for target in targets
+            ],
+        }
+        self.write()
+
+    def record(self, file: str, contents: bytes) -> dict[str, Any]:
+        path = self.folder / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(contents)
+        sha256 = hashlib.sha256(contents).hexdigest()
+        return {"file": file, "sha256": sha256, "size": len(contents)}
+
+    def write(self) -> None:
+        (self.folder / "manifest.json").write_text(json.dumps(self.document))
+
+    @staticmethod
+    def code(target: str) -> bytes:
+        return CUBIN + target.encode()
+
+    def driver_version(self) -> tuple[int, int]:
+        if isinstance(self.version, Exception):
+            raise self.version
+        return self.version
+
+    def device(self, index: int) -> driver.DeviceInfo:
+        if index >= len(self.gpus):
+            raise driver.DriverCallFailed("cuDeviceGet", 101, "CUDA_ERROR_INVALID_DEVICE")
+        return self.gpus[index]
+
+    def open_module(self, image: bytes, device: int) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        self.opened.append((image, device))
+        return 1000 + device
+
+    def load(self, index: int = 0) -> loader.Module:
+        return loader.module_for(torch.device("cuda", index))
+
+    def error(self, kind: type[errors.LoaderError], *parts: str) -> errors.LoaderError:
+        """Loading fails with this class and one paragraph with these parts; explain says so."""
+        with pytest.raises(errors.LoaderError) as info:
+            self.load()
+        assert type(info.value) is kind
+        text = str(info.value)
+        for part in parts:
+            assert part in text
+        assert "\n" not in text
+        assert not loader._modules
+        if self.refusal is None:
+            explanation = loader.explain(self.gpus[0])
+            assert type(explanation.error) is kind
+            assert str(explanation.error) == text
+            assert (explanation.target, explanation.cubin) == (None, None)
+        return info.value
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_loads_the_exact_target(machine: Machine) -> None:
+    path = str(machine.folder / "cubin" / "90a.cubin")
+    assert machine.load() == loader.Module(1000, "90a", path, 132)
+    assert machine.opened == [(machine.code("90a"), 0)]
+    assert loader.explain(machine.gpus[0])[1:] == ("90a", path, None)
+
+
+# --- the driver ---------------------------------------------------------------------------------
+
+
+def test_no_driver_is_said_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.version = driver.DriverUnavailable("libcuda.so.1: cannot open shared object file")
+    (machine.folder / "manifest.json").unlink()
+    monkeypatch.setenv("FLASH_KDA_CUBIN", "/nowhere")
+    machine.gpus[0] = machine.gpus[0]._replace(capability=(7, 0))
+    error = machine.error(
+        errors.DriverNotFoundError, "no NVIDIA driver", "libcuda.so.1", "CPU tensors still work"
+    )
+    assert isinstance(error.__cause__, driver.DriverUnavailable)
+
+
+def test_a_driver_that_does_not_answer(machine: Machine) -> None:
+    machine.version = driver.DriverCallFailed("cuDriverGetVersion", 34, "CUDA_ERROR_STUB_LIBRARY")
+    machine.error(errors.LoaderError, "CUDA_ERROR_STUB_LIBRARY")
+
+
+@pytest.mark.parametrize(
+    ("found", "compiler", "allowed"),
+    [
+        ((12, 9), "12.9", None),
+        ((13, 0), "12.9", None),
+        ((13, 0), "13.2", None),
+        ((12, 8), "12.9", "1"),
+        ((12, 0), "12.9", " 1 "),
+    ],
+)
+def test_drivers_that_do(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    found: tuple[int, int],
+    compiler: str,
+    allowed: str | None,
+) -> None:
+    machine.version = found
+    machine.install("90a", cuda=compiler)
+    if allowed is not None:
+        machine.error(errors.DriverTooOldError)
+        monkeypatch.setenv("FLASH_KDA_ALLOW_OLD_DRIVER", allowed)
+    assert machine.load().target == "90a"
+
+
+@pytest.mark.parametrize(
+    ("found", "compiler", "allowed", "parts"),
+    [
+        ((12, 8), "12.9", None, ("CUDA 12.8", "CUDA 12.9 or newer", "=1 tries")),
+        ((12, 8), "12.9", "0", ("CUDA 12.8", "=1 tries")),
+        ((11, 8), "12.9", "1", ("CUDA 11.8", "=1 cannot help")),
+        ((12, 9), "13.0", None, ("CUDA 12.9", "CUDA 13.0 or newer", "built with CUDA 12.9 runs")),
+        ((12, 9), "13.0", "1", ("=1 cannot help", "driver branch 580 or newer")),
+        ((12, 4), "13.0", "1", ("CUDA 12.4", "CUDA 13.0 or newer", "=1 cannot help")),
+    ],
+)
+def test_old_drivers(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    found: tuple[int, int],
+    compiler: str,
+    allowed: str | None,
+    parts: tuple[str, ...],
+) -> None:
+    machine.version = found
+    machine.install("90a", cuda=compiler)
+    if allowed is not None:
+        monkeypatch.setenv("FLASH_KDA_ALLOW_OLD_DRIVER", allowed)
+    machine.error(
+        errors.DriverTooOldError, "575+", "580+", "FLASH_KDA_ALLOW_OLD_DRIVER", "Found: ", *parts
+    )
+
+
+def test_the_driver_version_comes_before_a_broken_manifest(machine: Machine) -> None:
+    machine.version = (12, 2)
+    (machine.folder / "manifest.json").write_text("{")
+    machine.error(errors.DriverTooOldError, "CUDA 12.2")
+
+
+def test_a_gpu_the_driver_does_not_have(machine: Machine) -> None:
+    with pytest.raises(errors.LoaderError, match=r"GPU 5.*CUDA_ERROR_INVALID_DEVICE"):
+        machine.load(5)
+
+
+# --- the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (7, 0)])
+def test_gpus_below_hopper(machine: Machine, capability: tuple[int, int]) -> None:
+    machine.replace_gpu("NVIDIA L40S", capability)
+    machine.error(
+        errors.UnsupportedGPUError,
+        "NVIDIA L40S",
+        f"compute capability {capability[0]}.{capability[1]}",
+        "90a, 100a",
+        "FLASH_KDA_CUDA_ARCHS",
+        "FLA_FLASH_KDA=0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs"),
+    [
+        ((10, 3), "FLASH_KDA_CUDA_ARCHS=103a pip install"),
+        ((12, 0), "FLASH_KDA_CUDA_ARCHS=120a pip install"),
+        ((10, 7), "FLASH_KDA_CUDA_ARCHS=100f pip install"),
+        ((14, 0), "has no target for it, whatever FLASH_KDA_CUDA_ARCHS says"),
+    ],
+)
+def test_gpus_without_a_cubin(machine: Machine, capability: tuple[int, int], archs: str) -> None:
+    machine.replace_gpu("NVIDIA B300", capability)
+    machine.error(
+        errors.NoCubinError,
+        "NVIDIA B300",
+        f"{capability[0]}.{capability[1]}",
+        "Targets present: 90a, 100a",
+        archs,
+        "FLA_FLASH_KDA=0",
+    )
+
+
+def test_family_targets(machine: Machine) -> None:
+    machine.install("100f", "103a", "120f")
+    machine.gpus.clear()
+    for capability in ((10, 0), (10, 3), (12, 1)):
+        machine.add_gpu("GPU", capability)
+    assert [machine.load(index).target for index in range(3)] == ["100f", "103a", "120f"]
+
+
+# --- the installation ---------------------------------------------------------------------------
+
+
+def broken(machine: Machine, *parts: str) -> None:
+    machine.error(
+        errors.BrokenInstallError, "File: ", "Expected: ", "Found: ", "pip install", *parts
+    )
+
+
+def test_no_manifest(machine: Machine) -> None:
+    (machine.folder / "manifest.json").unlink()
+    broken(machine, "manifest.json", "no such file")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}', "\x80"])
+def test_malformed_manifest(machine: Machine, text: str) -> None:
+    (machine.folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    broken(machine, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"), [(2, "the newer schema 2"), (0, "schema 0"), ("1", "schema '1'")]
+)
+def test_other_schemas(machine: Machine, schema: object, found: str) -> None:
+    machine.document["schema"] = schema
+    machine.write()
+    broken(machine, "Expected: manifest schema 1", found)
+
+
+@pytest.mark.parametrize(
+    "file", ["/etc/passwd", "../other.cubin", "cubin/../../other.cubin", "", "..\\x.cubin"]
+)
+@pytest.mark.parametrize("which", ["cubin", "launcher"])
+def test_paths_outside_the_package(machine: Machine, file: str, which: str) -> None:
+    entry = machine.document["cubins"][0] if which == "cubin" else machine.document["launcher"]
+    entry["file"] = file
+    machine.write()
+    broken(machine, "a path inside", repr(file))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "part"),
+    [
+        (("compiler",), None, "compiler to be of type dict"),
+        (("compiler", "cuda"), "twelve", "compiler.cuda"),
+        (("compiler", "cuda"), 12.9, "compiler.cuda"),
+        (("abi_version",), True, "abi_version to be of type int"),
+        (("cubins",), {}, "cubins to be of type list"),
+        (("cubins", 0), "90a", "cubins[0]"),
+        (("cubins", 0, "target"), "sm_90a", "cubins[0].target"),
+        (("cubins", 1, "target"), "90a", "two for 90a"),
+        (("cubins", 0, "size"), "1", "cubins[0].size"),
+        (("launcher", "sha256"), None, "launcher.sha256"),
+    ],
+)
+def test_manifest_fields(
+    machine: Machine, keys: tuple[str | int, ...], value: object, part: str
+) -> None:
+    entry: Any = machine.document
+    for key in keys[:-1]:
+        entry = entry[key]
+    entry[keys[-1]] = value
+    machine.write()
+    broken(machine, part)
+
+
+def test_no_cubins(machine: Machine) -> None:
+    machine.install()
+    broken(machine, "manifest.json", "an empty list of cubins")
+
+
+def test_missing_cubin(machine: Machine) -> None:
+    (machine.folder / "cubin" / "90a.cubin").unlink()
+    broken(machine, "90a.cubin", "no such file")
+
+
+def test_truncated_cubin(machine: Machine) -> None:
+    path = machine.folder / "cubin" / "90a.cubin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    broken(machine, str(path), f"{len(whole)} bytes", f"{len(whole) - 1} bytes")
+
+
+def test_changed_cubin(machine: Machine) -> None:
+    path = machine.folder / "cubin" / "90a.cubin"
+    changed = path.read_bytes()[:-1] + b"b"
+    path.write_bytes(changed)
+    broken(machine, str(path), f"Found: sha256 {hashlib.sha256(changed).hexdigest()}")
+
+
+def test_only_the_chosen_cubin_is_read(machine: Machine) -> None:
+    (machine.folder / "cubin" / "100a.cubin").unlink()
+    assert machine.load().target == "90a"
+
+
+def test_a_cubin_the_driver_refuses(machine: Machine) -> None:
+    machine.refusal = errors.LaunchError("cuLibraryLoadData: CUDA_ERROR_OUT_OF_MEMORY")
+    error = machine.error(errors.LoaderError, "90a.cubin", "NVIDIA H200", "OUT_OF_MEMORY")
+    assert error.__cause__ is machine.refusal
+
+
+class TestLauncher:
+    """abi.launcher() and the manifest."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_open(self, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+        monkeypatch.setattr(abi, "_launcher", None)
+
+    def fails(self, *parts: str) -> None:
+        with pytest.raises(errors.BrokenInstallError) as info:
+            abi.workspace_size(1, 1, 1)
+        for part in ("libflash_kda.so", "pip install", *parts):
+            assert part in str(info.value)
+        assert abi.launcher_or_none() is None
+
+    def test_missing(self, machine: Machine) -> None:
+        (machine.folder / "lib" / "libflash_kda.so").unlink()
+        self.fails("no such file")
+
+    def test_truncated(self, machine: Machine) -> None:
+        (machine.folder / "lib" / "libflash_kda.so").write_bytes(b"libra")
+        self.fails("Expected: 7 bytes", "Found: 5 bytes")
+
+    def test_changed(self, machine: Machine) -> None:
+        (machine.folder / "lib" / "libflash_kda.so").write_bytes(b"librarY")
+        self.fails("Expected: sha256")
+
+    def test_not_a_library(self) -> None:
+        self.fails("the launcher library")
+
+    def test_other_version(self, machine: Machine) -> None:
+        machine.document["abi_version"] = 2
+        machine.write()
+        with pytest.raises(errors.BrokenInstallError, match=r"Expected: .*version 1. Found: 2"):
+            abi.launcher()
+
+    def test_is_opened_once(self, machine: Machine) -> None:
+        library = native.build(native.LAUNCHER, machine.folder / "built.so").read_bytes()
+        machine.document["launcher"] = machine.record("lib/libflash_kda.so", library)
+        machine.write()
+        assert abi.launcher() is abi.launcher()
+        assert abi.path_names() == ("narrow", "wide")
+
+
+# --- FLASH_KDA_CUBIN ----------------------------------------------------------------------------
+
+
+def test_override(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = machine.folder / "mine.cubin"
+    path.write_bytes(CUBIN + b"mine")
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
+    machine.replace_gpu("NVIDIA B300", (10, 3))  # whatever the installed ones are for
+    assert machine.load() == loader.Module(1000, "override", str(path), 100)
+    assert machine.opened == [(CUBIN + b"mine", 0)]
+    assert loader.explain(machine.gpus[0]).cubin == str(path)
+
+
+def test_missing_override(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_KDA_CUBIN", "/nowhere/my.cubin")
+    machine.error(errors.CubinOverrideError, "FLASH_KDA_CUBIN=/nowhere/my.cubin", "No such file")
+
+
+@pytest.mark.parametrize(
+    "contents", [b"", b"text", CUBIN[:18], b"\x7fELF\x02" + bytes(13) + b"\x3e\0 host code"]
+)
+def test_foreign_override(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, contents: bytes
+) -> None:
+    path = machine.folder / "mine.cubin"
+    path.write_bytes(contents)
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
+    machine.error(errors.CubinOverrideError, f"FLASH_KDA_CUBIN={path}", "not a CUDA cubin")
+
+
+def test_override_the_driver_refuses(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = machine.folder / "mine.cubin"
+    path.write_bytes(CUBIN)
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
+    machine.refusal = errors.LaunchError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+    error = machine.error(errors.CubinOverrideError, str(path), "NO_BINARY_FOR_GPU", "NVIDIA H200")
+    assert error.__cause__ is machine.refusal
+
+
+# --- caching ------------------------------------------------------------------------------------
+
+
+def test_mixed_gpus_each_get_their_own_once(machine: Machine) -> None:
+    machine.add_gpu("NVIDIA B200", (10, 0), 148)
+    for _ in range(3):
+        assert machine.load(0).target == "90a"
+        assert machine.load(1).target == "100a"
+    assert machine.load(1) is machine.load(1)
+    assert machine.load(1).sm_count == 148
+    assert machine.opened == [(machine.code("90a"), 0), (machine.code("100a"), 1)]
+
+
+def test_a_failure_is_not_remembered(machine: Machine) -> None:
+    machine.version = (12, 4)
+    machine.error(errors.DriverTooOldError)
+    machine.version = (12, 9)
+    assert machine.load().target == "90a"
+
+
+def test_threads_load_once(machine: Machine) -> None:
+    barrier = threading.Barrier(8)
+    modules = []
+
+    def work() -> None:
+        barrier.wait()
+        modules.append(machine.load())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(modules) == 8
+    assert len({id(module) for module in modules}) == 1
+    assert len(machine.opened) == 1
+
+
+def test_cuda_visible_devices_is_left_to_the_driver(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-nonsense,7,-1")
+    assert machine.load().target == "90a"
+
+
+def test_a_forked_child_starts_empty(machine: Machine) -> None:
+    machine.load()
+    with loader._lock:  # as if another thread were loading
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if not loader._modules and loader._lock.acquire(timeout=1) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert loader._modules
