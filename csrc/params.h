@@ -26,8 +26,8 @@ struct TokenStrides {  // of a [B, T, H, ...] tensor
   long long head;
 };
 
-struct StateStrides {  // of a [N, H, V, K] tensor
-  long long sequence;
+struct StateStrides {  // of a [N or P or C, H, V, K] tensor
+  long long slot;      // a sequence's, a pool slot's or a checkpoint's
   long long head;
 };
 
@@ -59,6 +59,9 @@ struct ForwardParams {
   const void* initial_state;
   void* final_state;
   const void* cu_seqlens;
+  const void* state_indices;       // [N] slots of the state pools; absent: sequence n uses slot n
+  const void* checkpoint_offsets;  // [C] ascending positions in the row of tokens
+  void* checkpoint_states;         // [C, H, V, K]
 
   // Workspace. The three arrays exist for packed batches only (cu_seqlens given).
   int* sequence_start;  // [N + 1] first token of each sequence, made monotone and clamped to [0, T]
@@ -67,16 +70,21 @@ struct ForwardParams {
   unsigned char* records;  // [chunks][H] ChunkRecord
 
   TokenStrides q_stride, k_stride, v_stride, g_stride, out_stride, beta_stride;
-  StateStrides initial_stride, final_stride;
-  long long cu_seqlens_stride;
+  StateStrides initial_stride, final_stride, checkpoint_stride;
+  long long cu_seqlens_stride, state_indices_stride, checkpoint_offsets_stride;
+  long long initial_slots, final_slots;
 
   float scale;
   float log2_lower_bound;  // lower_bound * log2(e): the most negative log2-decay of one token
 
   int batch, tokens, heads, sequences;
   int chunks_per_sequence;  // without cu_seqlens
+  int checkpoints;          // C
   int beta_dtype, a_log_dtype, dt_bias_dtype, initial_dtype, final_dtype, cu_seqlens_dtype;
-  int initial_vectorised, final_vectorised;  // pairs of state elements are naturally aligned
+  int state_indices_dtype, checkpoint_offsets_dtype, checkpoint_dtype;
+  int beta_is_logits;
+  // Whether pairs of state elements are naturally aligned.
+  int initial_vectorised, final_vectorised, checkpoint_vectorised;
 };
 
 }  // namespace flash_kda

@@ -20,7 +20,7 @@ ABI_VERSION = 1
 
 AUTOMATIC_PATH = -1
 
-ARGS = struct.Struct("<13Q28q2f8i")
+ARGS = struct.Struct("<16Q35q2f12i")
 """Layout of ``flash_kda_forward_args``."""
 
 _OK, _INVALID_ARGUMENT, _NO_DRIVER, _DRIVER_FAILED, _PATH_UNAVAILABLE = range(5)
@@ -149,18 +149,18 @@ class Launcher:
         geometry: tuple[int, ...],
         scale: float,
         lower_bound: float,
-        dtypes: tuple[int, ...],
+        codes: tuple[int, ...],
         path: int,
     ) -> None:
         """Start the kernels. Nothing is checked here: callers pass what arguments.check allowed.
 
         Args:
             module: handle from open_module.
-            pointers: 13 addresses in the order of the C struct, the stream last; 0 if absent.
+            pointers: 16 addresses in the order of the C struct, the stream last; 0 if absent.
             workspace_bytes: size of the workspace.
-            geometry: the 27 integers that follow workspace_bytes in the C struct.
+            geometry: the 34 integers that follow workspace_bytes in the C struct.
             scale, lower_bound: within the range of fp32.
-            dtypes: the 6 dtype codes.
+            codes: the 9 dtype codes and beta_is_logits.
             path: an index of path_names, or AUTOMATIC_PATH.
 
         Raises:
@@ -176,7 +176,7 @@ class Launcher:
             *geometry,
             scale,
             lower_bound,
-            *dtypes,
+            *codes,
             path,
             0,
         )

@@ -1,7 +1,7 @@
 """Checks of the arguments of fwd: each misuse gets one error, before anything is written.
 
 Metadata are checked once per combination (layout.py) and remembered; each call checks what may
-differ under equal metadata: addresses, gradients, scalars and, on the CPU, cu_seqlens's values.
+differ under equal metadata: addresses, gradients, scalars and, on the CPU, the values of indices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import overlap
+from . import cpu, overlap
 from .layout import (
     A_LOG,
     DT_BIAS,
@@ -70,8 +70,11 @@ def check(
     lower_bound: float,
     initial_state: Tensor | None,
     final_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    workspace: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> CheckedCall:
     """Check all arguments of fwd but the size of the workspace, which the launcher knows.
 
@@ -113,6 +116,9 @@ def check(
             None if initial_state is None else _metadata(initial_state),
             None if final_state is None else _metadata(final_state),
             None if cu_seqlens is None else _metadata(cu_seqlens),
+            None if state_indices is None else _metadata(state_indices),
+            None if checkpoint_offsets is None else _metadata(checkpoint_offsets),
+            None if checkpoint_states is None else _metadata(checkpoint_states),
             None if workspace is None else _metadata(workspace),
         )
         layout = _layouts.get(key)
@@ -131,6 +137,9 @@ def check(
         initial_state,
         final_state,
         cu_seqlens,
+        state_indices,
+        checkpoint_offsets,
+        checkpoint_states,
         workspace,
     )
     if layout is None:
@@ -159,6 +168,9 @@ def check(
             0 if initial_state is None else initial_state.data_ptr(),
             0 if final_state is None else final_state.data_ptr(),
             0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            0 if state_indices is None else state_indices.data_ptr(),
+            0 if checkpoint_offsets is None else checkpoint_offsets.data_ptr(),
+            0 if checkpoint_states is None else checkpoint_states.data_ptr(),
             0 if workspace is None else workspace.data_ptr(),
         )
     except RuntimeError:
@@ -170,8 +182,8 @@ def check(
         if len(layout.proven) >= _PROVEN_LIMIT:
             layout.proven.clear()
         layout.proven.add(pointers)
-    if cu_seqlens is not None and not layout.on_cuda:
-        _check_cu_values(cu_seqlens, layout.tokens)
+    if not layout.on_cuda:
+        cpu.check_values(layout, tensors)
     if layout.copies != (False, False):
         return _with_copies(layout, pointers, scale, lower_bound, A_log, dt_bias)
     return CheckedCall(layout, pointers, scale, lower_bound, ())
@@ -299,25 +311,6 @@ def _check_overlaps(pointers: tuple[int, ...], layout: Layout) -> None:
                     needs = "memory of its own, or to be the very tensor given as initial_state"
                 got = f"a tensor that shares memory with {NAMES[other]}"
                 raise ValueError(refuse(NAMES[written], got, needs))
-
-
-def _check_cu_values(cu_seqlens: Tensor, tokens: int) -> None:
-    """Refuse offsets outside [0, T] or falling ones; reads the values (CPU only)."""
-    values = cu_seqlens.long()
-    before = torch.cat((values.new_zeros(1), values[:-1]))
-    bad = torch.nonzero((values < before) | (values > tokens))
-    if not bad.numel():
-        return
-    index = int(bad[0])
-    value, floor = int(values[index]), int(before[index])
-    after = f", the value before it, {floor}" if index else " 0"
-    raise ValueError(
-        refuse(
-            "cu_seqlens",
-            f"cu_seqlens[{index}] = {value}",
-            f"at least{after} and at most T = {tokens}",
-        )
-    )
 
 
 def _with_copies(

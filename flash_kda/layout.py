@@ -27,14 +27,23 @@ NAMES = (
     "initial_state",
     "final_state",
     "cu_seqlens",
+    "state_indices",
+    "checkpoint_offsets",
+    "checkpoint_states",
     "workspace",
 )
 """The tensor arguments, in the order of the launcher's argument block."""
 
-Q, K, V, G, BETA, OUT, A_LOG, DT_BIAS, INITIAL, FINAL, CU_SEQLENS, WORKSPACE = range(len(NAMES))
+Q, K, V, G, BETA, OUT, A_LOG, DT_BIAS, INITIAL, FINAL, CU_SEQLENS = range(11)
+STATE_INDICES, CHECKPOINT_OFFSETS, CHECKPOINT_STATES, WORKSPACE = range(11, len(NAMES))
 
-WRITTEN = (OUT, FINAL, WORKSPACE)
+WRITTEN = (OUT, FINAL, CHECKPOINT_STATES, WORKSPACE)
 _REQUIRED = frozenset((Q, K, V, G, BETA, OUT))
+
+_STATES = (INITIAL, FINAL, CHECKPOINT_STATES)
+_INDICES = (CU_SEQLENS, STATE_INDICES, CHECKPOINT_OFFSETS)
+_CODED = (BETA, A_LOG, DT_BIAS, INITIAL, FINAL, *_INDICES, CHECKPOINT_STATES)
+"""The tensors whose dtype codes the argument block holds, in its order."""
 
 Tensors = tuple[Tensor | None, ...]
 """One entry for each of NAMES."""
@@ -87,9 +96,9 @@ class Layout:
     varlen: bool
     """Whether cu_seqlens is given."""
     geometry: tuple[int, ...]
-    """The 27 integers of the argument block from ``batch`` to ``cu_seqlens_stride``."""
+    """The 34 integers of the argument block from ``batch`` to the last stride."""
     dtypes: tuple[int, ...]
-    """The 6 dtype codes of the argument block."""
+    """The 9 dtype codes of the argument block."""
     geometries: tuple[overlap.Geometry | None, ...]
     """For each of NAMES what overlap.py needs; None if absent."""
     extents: tuple[int, ...]
@@ -144,10 +153,12 @@ def build(tensors: Tensors) -> Layout:
     for position in (Q, K, V, G, OUT):
         _check_token_strides(position, _of(tensors, position))
     _check_parameters(tensors, heads)
+    _check_state_indices(tensors, layout)
     for position in (INITIAL, FINAL):
         _check_state(tensors, position, layout)
+    checkpoints = _check_checkpoints(tensors, heads)
     _check_workspace(tensors[WORKSPACE])
-    for position in (OUT, FINAL):
+    for position in (OUT, FINAL, CHECKPOINT_STATES):
         _check_written_once(position, tensors[position])
 
     layout.geometries = tuple(None if x is None else _geometry(x) for x in tensors)
@@ -159,22 +170,22 @@ def build(tensors: Tensors) -> Layout:
         initial is not None
         and final is not None
         and initial.dtype == final.dtype
+        and initial.shape == final.shape
         and _strides(initial, 4) == _strides(final, 4)
     )
-    cu_seqlens = tensors[CU_SEQLENS]
     layout.geometry = (
         batch,
         tokens,
         heads,
         layout.sequences,
+        *(0 if x is None else x.shape[0] for x in (initial, final)),
+        checkpoints,
         *(stride for at in (Q, K, V, G, OUT, BETA) for stride in _strides(tensors[at], 3)),
-        *_strides(initial, 2),
-        *_strides(final, 2),
-        0 if cu_seqlens is None else cu_seqlens.stride(0),
+        *(stride for at in _STATES for stride in _strides(tensors[at], 2)),
+        *(0 if x is None else x.stride(0) for x in (tensors[at] for at in _INDICES)),
     )
     layout.dtypes = tuple(
-        0 if x is None else DTYPE_CODES[x.dtype]
-        for x in (tensors[at] for at in (BETA, A_LOG, DT_BIAS, INITIAL, FINAL, CU_SEQLENS))
+        0 if x is None else DTYPE_CODES[x.dtype] for x in (tensors[at] for at in _CODED)
     )
     return layout
 
@@ -299,18 +310,61 @@ def _check_state(tensors: Tensors, position: int, layout: Layout) -> None:
     state = tensors[position]
     if state is None:
         return
+    if tensors[STATE_INDICES] is not None:
+        _check_states(tensors, position, layout.heads, "[P, H, V, K], a pool of P states")
+        return
     shape = (layout.sequences, layout.heads, HEAD_DIM, HEAD_DIM)
     of = "len(cu_seqlens) - 1" if layout.varlen else "B"
     _check_shape(tensors, position, shape, f"[N, H, V, K] with N = {of}")
+    _check_states(tensors, position, layout.heads, "[N, H, V, K]")
+
+
+def _check_states(tensors: Tensors, position: int, heads: int, what: str) -> None:
+    """A tensor of any number of states."""
+    states = tensors[position]
+    assert states is not None
+    shape = list(states.shape)
+    if len(shape) != 4 or shape[1:] != [heads, HEAD_DIM, HEAD_DIM] or shape[0] >= TOKEN_LIMIT:
+        needs = f"shape [*, {heads}, {HEAD_DIM}, {HEAD_DIM}], {what}"
+        raise ValueError(refuse(NAMES[position], f"shape {shape}", needs))
     _check_dtype(tensors, position, _BF16_OR_FP32)
-    if state.numel() and state.stride()[2:] != (HEAD_DIM, 1):
+    if states.numel() and states.stride()[2:] != (HEAD_DIM, 1):
         raise ValueError(
             refuse(
                 NAMES[position],
-                f"strides {list(state.stride())}",
+                f"strides {list(states.stride())}",
                 "contiguous inner two dimensions (strides 128 and 1)",
             )
         )
+
+
+def _check_state_indices(tensors: Tensors, layout: Layout) -> None:
+    indices = tensors[STATE_INDICES]
+    if indices is None:
+        return
+    _check_dtype(tensors, STATE_INDICES, _INTEGERS)
+    _check_shape(tensors, STATE_INDICES, (layout.sequences,), "[N], one slot a sequence")
+    if tensors[INITIAL] is None and tensors[FINAL] is None:
+        raise ValueError(
+            refuse("state_indices", "slots of no pool", "initial_state or final_state with it")
+        )
+
+
+def _check_checkpoints(tensors: Tensors, heads: int) -> int:
+    """The number of checkpoints."""
+    offsets, states = tensors[CHECKPOINT_OFFSETS], tensors[CHECKPOINT_STATES]
+    if offsets is None and states is None:
+        return 0
+    if offsets is None or states is None:
+        missing, given = ("checkpoint_offsets", "checkpoint_states")
+        if states is None:
+            missing, given = given, missing
+        raise ValueError(refuse(missing, f"None with {given}", "both of them or neither"))
+    _check_dtype(tensors, CHECKPOINT_OFFSETS, _INTEGERS)
+    _check_states(tensors, CHECKPOINT_STATES, heads, "[C, H, V, K], one state a checkpoint")
+    count = states.shape[0]
+    _check_shape(tensors, CHECKPOINT_OFFSETS, (count,), "[C], one offset a checkpoint state")
+    return count
 
 
 def _check_workspace(workspace: Tensor | None) -> None:

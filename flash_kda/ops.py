@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import abi, loader
+from . import abi, cpu, loader
 from .arguments import CheckedCall, check, check_workspace_size
-from .layout import FINAL, WORKSPACE
-from .reference import chunkwise_kda
+from .layout import FINAL, WORKSPACE, refuse
 
 PATH_VARIABLE = "FLASH_KDA_PATH"
 
@@ -48,6 +47,10 @@ def fwd(
     cu_seqlens: Tensor | None = None,
     *,
     workspace: Tensor | None = None,
+    beta_is_logits: bool = True,
+    state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
 ) -> None:
     r"""Forward pass of Kimi Delta Attention (arXiv 2510.26692) for head size 128.
 
@@ -98,6 +101,19 @@ def fwd(
         workspace: scratch memory for CUDA tensors: uint8, one contiguous dimension, 256-byte
             aligned, at least ``workspace_size(B * T, H, N)`` bytes. None takes it from torch's
             allocator.
+        beta_is_logits: False if ``beta`` has been through its sigmoid already (in [0, 1]).
+        state_indices: int32 or int64 [N], any stride, on the tensors' device. With it
+            ``initial_state`` and ``final_state`` are pools [P, H, V, K] (P may differ) and sequence
+            n uses slot state_indices[n] of them; -1 starts from zeros and keeps no final state.
+            All other slots stay as they are. Sequences whose final state is kept need a slot of
+            their own. Checked on the CPU; on a GPU any index outside a pool acts as -1.
+        checkpoint_offsets: int32 or int64 [C], any stride, on the tensors' device, ascending: the
+            states to keep, each as the number of tokens before it in the one row of all tokens
+            (b * T + t for token t of batch row b). An offset belongs to the sequence that holds
+            the token before it, and lies a multiple of 16 tokens after that sequence's start or
+            at its end. Checked on the CPU; on a GPU the states of other offsets are not written.
+        checkpoint_states: fp32 or bf16 [C, H, V, K], inner two dimensions contiguous: receives
+            the state at each offset.
 
     Environment:
         FLASH_KDA_PATH: name of the kernel path to use instead of the automatic choice (an
@@ -124,23 +140,23 @@ def fwd(
         initial_state,
         final_state,
         cu_seqlens,
+        state_indices,
+        checkpoint_offsets,
+        checkpoint_states,
         workspace,
     )
+    if beta_is_logits is not True and beta_is_logits is not False:
+        raise TypeError(refuse("beta_is_logits", repr(beta_is_logits), "True or False"))
     if call.layout.on_cuda:
-        _forward_cuda(call, workspace)
+        _forward_cuda(call, workspace, beta_is_logits)
         return
     _check_on_cpu(call, workspace)
+    tensors = (
+        *(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens),
+        *(state_indices, checkpoint_offsets, checkpoint_states, workspace),
+    )
     with torch.inference_mode():
-        _forward_cpu(
-            call,
-            (q, k, v, g, beta),
-            out,
-            A_log,
-            dt_bias,
-            initial_state,
-            final_state,
-            cu_seqlens,
-        )
+        cpu.forward(call.layout, tensors, call.scale, call.lower_bound, beta_is_logits)
 
 
 def workspace_size(t_total: int, heads: int, sequences: int) -> int:
@@ -179,7 +195,7 @@ def workspace_size(t_total: int, heads: int, sequences: int) -> int:
     return abi.workspace_size(*sizes.values())
 
 
-def _forward_cuda(call: CheckedCall, workspace: Tensor | None) -> None:
+def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: bool) -> None:
     layout = call.layout
     if not layout.sequences or not (layout.t_total or layout.extents[FINAL]):
         return  # nothing to write
@@ -206,7 +222,7 @@ def _forward_cuda(call: CheckedCall, workspace: Tensor | None) -> None:
         layout.geometry,
         call.scale,
         call.lower_bound,
-        layout.dtypes,
+        (*layout.dtypes, int(beta_is_logits)),
         path,
     )
 
@@ -232,30 +248,3 @@ def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:
         layout = call.layout
         needed = launcher.workspace_size(layout.t_total, layout.heads, layout.sequences)
         check_workspace_size(workspace, needed, layout)
-
-
-def _forward_cpu(
-    call: CheckedCall,
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    final_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    if not call.layout.sequences:
-        return
-    result, state = chunkwise_kda(
-        *tokens,
-        call.scale,
-        A_log,
-        dt_bias,
-        call.lower_bound,
-        initial_state,
-        cu_seqlens,
-    )
-    covered = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
-    out[:, covered] = result[:, covered].to(out.dtype)
-    if final_state is not None:
-        final_state.copy_(state)

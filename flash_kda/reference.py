@@ -49,6 +49,7 @@ def recurrent_kda(
     cu_seqlens: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float64,
+    beta_is_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute KDA by its definition, one token after the other.
 
@@ -69,6 +70,7 @@ def recurrent_kda(
         cu_seqlens: ``[N + 1]`` integers, not decreasing, within 0..T: sequence n is tokens
             ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` of the only batch row. None means that
             each batch row is a sequence.
+        beta_is_logits: False if ``beta`` has been through its sigmoid already.
         dtype: float32 or float64; the arithmetic and both results use it. Norms are computed in
             float64 always, so that bfloat16 values of any finite size have one.
 
@@ -95,7 +97,7 @@ def recurrent_kda(
         q_, k_, v_, g_, beta_ = (x.index_select(0, index) for x in flat)
         queries, keys, values = _normalise(q_, dtype), _normalise(k_, dtype), v_.to(dtype)
         decay = torch.exp(_log_decay(g_, A_log, dt_bias, lower_bound, dtype))
-        step = torch.sigmoid(beta_.to(dtype))
+        step = _step_size(beta_, dtype, beta_is_logits)
         results = torch.empty_like(values)
         first = 0
         for count in active:
@@ -128,6 +130,7 @@ def chunkwise_kda(
     *,
     dtype: torch.dtype = torch.float32,
     chunk_size: int = 16,
+    beta_is_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute KDA in chunks: what is local to a chunk for many at once, then a loop over chunks.
 
@@ -176,7 +179,7 @@ def chunkwise_kda(
             rows = slice(start, min(start + span_tokens, where.stop))
             q_, k_, v_, g_, beta_ = (x[:, rows] for x in (q, k, v, g, beta))
             log_decay = _log_decay(g_, A_log, dt_bias, lower_bound, dtype)
-            step = torch.sigmoid(beta_.to(dtype))[..., None]
+            step = _step_size(beta_, dtype, beta_is_logits)[..., None]
             parts = (_normalise(q_, dtype), _normalise(k_, dtype), v_.to(dtype), log_decay, step)
             chunks = [_to_chunks(x, chunk_size) for x in parts]
             results, s = _scan_chunks(chunks, s, lower_bound)
@@ -263,6 +266,12 @@ def _log_decay(
     if A_log is not None:
         x = x * torch.exp(A_log.to(dtype)).reshape(heads, 1)
     return lower_bound * torch.sigmoid(x)
+
+
+def _step_size(beta: Tensor, dtype: torch.dtype, beta_is_logits: bool) -> Tensor:
+    """b of the definition."""
+    beta = beta.to(dtype)
+    return torch.sigmoid(beta) if beta_is_logits else beta
 
 
 def _apply(state: Tensor, x: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 
 from flash_kda import abi, arguments, errors, loader, ops
 
-POINTERS = tuple(range(1, 14))
-GEOMETRY = tuple(range(101, 128))
-DTYPES = (2, 1, 3, 1, 2, 6)
+POINTERS = tuple(range(1, 17))
+GEOMETRY = tuple(range(101, 135))
+CODES = (2, 1, 3, 1, 2, 6, 5, 6, 1, 1)  # dtypes, then beta_is_logits
 
 
 class StandIn:
@@ -83,18 +83,19 @@ def test_header_has_this_version() -> None:
 
 
 def test_every_field_arrives_where_c_reads_it(stand_in: StandIn) -> None:
-    stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, DTYPES, 1)
+    stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, CODES, 1)
     names = list(stand_in.fields)
-    assert tuple(stand_in.last(name) for name in names[:13]) == POINTERS
-    assert names[12:14] == ["stream", "workspace_bytes"]
+    assert tuple(stand_in.last(name) for name in names[:16]) == POINTERS
+    assert names[15:17] == ["stream", "workspace_bytes"]
     assert stand_in.last("workspace_bytes") == 14
     geometry: list[int] = []
-    for name in names[14 : names.index("scale")]:
+    for name in names[17 : names.index("scale")]:
         value = stand_in.last(name)
         geometry += value if isinstance(value, tuple) else [value]
     assert tuple(geometry) == GEOMETRY
     assert (stand_in.last("scale"), stand_in.last("lower_bound")) == (0.5, -2.5)
-    assert tuple(stand_in.last(name) for name in names if name.endswith("_dtype")) == DTYPES
+    assert tuple(stand_in.last(name) for name in names if name.endswith("_dtype")) == CODES[:-1]
+    assert stand_in.last("beta_is_logits") == CODES[-1]
     assert (stand_in.last("path"), stand_in.last("reserved")) == (1, 0)
 
 
@@ -104,8 +105,8 @@ def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:
     def work(number: int) -> None:
         try:
             for _ in range(10):
-                pointers, geometry = (number,) * 13, (number,) * 27
-                stand_in.launcher.forward(77, pointers, number, geometry, 1.0, -1.0, (0,) * 6, -1)
+                pointers, geometry = (number,) * 16, (number,) * 34
+                stand_in.launcher.forward(77, pointers, number, geometry, 1.0, -1.0, (0,) * 10, -1)
         except ValueError as error:
             failures.append(error)
 
@@ -130,7 +131,7 @@ def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:
 def test_statuses(stand_in: StandIn, status: int, error: type[Exception]) -> None:
     stand_in.set_status(status)
     with pytest.raises(error, match="the stand-in's text"):
-        stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, DTYPES, 1)
+        stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, CODES, 1)
     with pytest.raises(error, match="the stand-in's text"):
         stand_in.launcher.open_module(b"image", 0)
     with pytest.raises(error, match="the stand-in's text"):
@@ -280,7 +281,8 @@ def test_what_a_gpu_call_hands_over(gpu_call: GpuCall, stand_in: StandIn) -> Non
     assert stand_in.last("cu_seqlens_stride") == 2
     assert (stand_in.last("scale"), stand_in.last("lower_bound")) == (0.25, -5.0)
     kinds = [name for name in stand_in.fields if name.endswith("_dtype")]
-    assert [stand_in.last(name) for name in kinds] == [1, 3, 4, 1, 2, 5]
+    assert [stand_in.last(name) for name in kinds] == [1, 3, 4, 1, 2, 5, 0, 0, 0]
+    assert stand_in.last("beta_is_logits") == 1
     assert stand_in.last("path") == -1
 
 

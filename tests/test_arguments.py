@@ -53,7 +53,7 @@ def make_workspace(size: int, offset: int = 0) -> torch.Tensor:
 
 def refused(call: dict[str, Any], kind: type[Exception], *parts: str) -> None:
     """The call fails with this class and these parts of the text, and writes nothing."""
-    written = [call.get(name) for name in ("out", "final_state", "workspace")]
+    written = [call.get(name) for name in ("out", "final_state", "checkpoint_states", "workspace")]
     kept = [x for x in written if type(x) is torch.Tensor and _is_plain(x)]
     before = [_bits(x) for x in kept]
     with pytest.raises((TypeError, ValueError)) as info:
@@ -637,3 +637,104 @@ def test_path_names(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         make(), ValueError, "FLASH_KDA_PATH: got 'no_such_path'", ", ".join(launcher.path_names)
     )
+
+
+# --- pools, checkpoints and beta ----------------------------------------------------------------
+
+
+def make_serving() -> dict[str, Any]:
+    """A correct packed call with pools and checkpoints."""
+    call = make_packed()
+    call["initial_state"] = torch.randn(5, H, 128, 128)
+    call["final_state"] = torch.randn(4, H, 128, 128)
+    call["state_indices"] = torch.tensor([3, -1, 0], dtype=torch.int32)
+    call["checkpoint_offsets"] = torch.tensor([2, T])
+    call["checkpoint_states"] = torch.randn(2, H, 128, 128)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"state_indices": torch.zeros(2, dtype=torch.int32)}, ValueError, "state_indices: got sh"),
+        ({"state_indices": torch.zeros(N)}, TypeError, "state_indices: got dtype torch.float32"),
+        ({"state_indices": [0, 1, 2]}, TypeError, "state_indices: got a value of type list"),
+        (
+            {"initial_state": None, "final_state": None},
+            ValueError,
+            "state_indices: got slots of no",
+        ),
+        (
+            {"initial_state": torch.zeros(5, H + 1, 128, 128)},
+            ValueError,
+            "initial_state: got shape",
+        ),
+        ({"state_indices": torch.tensor([0, 4, 1])}, ValueError, "state_indices[1] = 4; needs -1"),
+        ({"state_indices": torch.tensor([0, -2, 1])}, ValueError, "state_indices[1] = -2; needs"),
+        ({"state_indices": torch.tensor([1, 2, 1])}, ValueError, "= 1 for the second time; needs"),
+        (
+            {"checkpoint_offsets": None},
+            ValueError,
+            "checkpoint_offsets: got None with checkpoint_s",
+        ),
+        (
+            {"checkpoint_states": None},
+            ValueError,
+            "checkpoint_states: got None with checkpoint_off",
+        ),
+        (
+            {"checkpoint_offsets": torch.tensor([2])},
+            ValueError,
+            "checkpoint_offsets: got shape [1]",
+        ),
+        (
+            {"checkpoint_offsets": torch.tensor([2.0, 6.0])},
+            TypeError,
+            "checkpoint_offsets: got dty",
+        ),
+        (
+            {"checkpoint_offsets": torch.tensor([3, 2])},
+            ValueError,
+            "[0] = 3; needs a multiple of 16",
+        ),
+        ({"checkpoint_offsets": torch.tensor([T, 2])}, ValueError, "[1] = 2; needs ascending"),
+        (
+            {"checkpoint_offsets": torch.tensor([0, 2])},
+            ValueError,
+            "[0] = 0; needs an offset behind",
+        ),
+        (
+            {"checkpoint_offsets": torch.tensor([2, T + 1])},
+            ValueError,
+            f"[1] = {T + 1}; needs an of",
+        ),
+        (
+            {"checkpoint_states": torch.zeros(2, H, 128, 64)},
+            ValueError,
+            "checkpoint_states: got sh",
+        ),
+        (
+            {"checkpoint_states": torch.zeros(2, H, 128, 128).half()},
+            TypeError,
+            "checkpoint_states: got dtype torch.float16",
+        ),
+        (
+            {"checkpoint_states": torch.zeros(1, H, 128, 128).expand(2, -1, -1, -1)},
+            ValueError,
+            "checkpoint_states: got shape",
+        ),
+        ({"beta_is_logits": 1}, TypeError, "beta_is_logits: got 1; needs True or False"),
+        ({"beta_is_logits": None}, TypeError, "beta_is_logits: got None; needs True or False"),
+    ],
+)
+def test_serving_arguments(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
+    flash_kda.fwd(**make_serving())
+    refused({**make_serving(), **changes}, kind, text)
+
+
+def test_checkpoints_share_nothing() -> None:
+    call = make_serving()
+    call["checkpoint_states"] = call["initial_state"][:2]
+    refused(call, ValueError, "checkpoint_states: got a tensor that shares memory with initial_st")
+    call["checkpoint_states"] = call["final_state"][1:3]
+    refused(call, ValueError, "shares memory with")

@@ -13,18 +13,25 @@ struct TokenRange {
 
 __device__ __forceinline__ int chunks_of(int tokens) { return (tokens + kChunk - 1) / kChunk; }
 
-// The last n in [0, count) with begins[n] <= value, found by a whole warp: each round reads 32
-// evenly spaced entries, so one round serves 32 sequences and two serve 1024. begins[0] <= value is
-// given. Of equal entries the last is taken, which skips sequences without chunks.
-__device__ __forceinline__ int find_sequence(const int* begins, int count, int value, int lane) {
+__device__ __forceinline__ long long load_integer(const void* base, long long index, int dtype) {
+  return dtype == kInt64 ? static_cast<const long long*>(base)[index]
+                         : static_cast<const int*>(base)[index];
+}
+
+// How many of `count` ascending entries are at most `value`, found by a whole warp: each round
+// reads 32 evenly spaced entries, so one round serves 32 entries and two serve 1024.
+template <class Entry>
+__device__ __forceinline__ int count_at_most(Entry entry, int count, long long value, int lane) {
   int low = 0;
-  while (count > 1) {
+  while (count > 0) {
     const int step = (count + 31) / 32;
     const int index = lane * step;
-    const bool reached = index < count && begins[low + index] <= value;
-    const int block = __popc(__ballot_sync(0xffffffffu, reached)) - 1;
-    low += block * step;
-    count = min(step, count - block * step);
+    const bool reached = index < count && entry(low + index) <= value;
+    const int reached_entries = __popc(__ballot_sync(0xffffffffu, reached));
+    if (reached_entries == 0) break;
+    const int last = (reached_entries - 1) * step;
+    low += last + 1;
+    count = min(step, count - last) - 1;
   }
   return low;
 }
@@ -38,7 +45,9 @@ __device__ __forceinline__ TokenRange chunk_tokens(const ForwardParams& p, int c
     return {sequence, begin, min(kChunk, p.tokens - begin)};
   }
   if (chunk >= p.chunk_begin[p.sequences]) return {0, 0, 0};
-  const int sequence = find_sequence(p.chunk_begin, p.sequences, chunk, lane);
+  // The last sequence that begins at or before the chunk, which skips those without chunks.
+  const int sequence =
+      count_at_most([&](int n) { return p.chunk_begin[n]; }, p.sequences, chunk, lane) - 1;
   const int begin = p.sequence_start[sequence] + (chunk - p.chunk_begin[sequence]) * kChunk;
   return {0, begin, min(kChunk, p.sequence_start[sequence + 1] - begin)};
 }

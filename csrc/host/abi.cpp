@@ -10,7 +10,7 @@
 
 using namespace flash_kda::host;
 
-static_assert(sizeof(flash_kda_forward_args) == (13 + 28) * 8 + 10 * 4, "no padding");
+static_assert(sizeof(flash_kda_forward_args) == (16 + 35) * 8 + 14 * 4, "no padding");
 
 FLASH_KDA_EXPORT int32_t flash_kda_abi_version(void) { return FLASH_KDA_ABI_VERSION; }
 

@@ -25,21 +25,27 @@ extern "C" {
 #endif
 
 /* Device addresses are 0 and dtypes 0 for absent tensors; strides are in elements. dtype codes:
- * DType in params.h. Packed without gaps: thirteen and twenty-eight 8-byte fields, then ten of 4
- * bytes. */
+ * DType in params.h. Packed without gaps: sixteen and thirty-five 8-byte fields, then fourteen of 4
+ * bytes.
+ */
 typedef struct flash_kda_forward_args {
-  uint64_t q, k, v, g, beta, out, a_log, dt_bias, initial_state, final_state, cu_seqlens, workspace;
+  uint64_t q, k, v, g, beta, out, a_log, dt_bias, initial_state, final_state, cu_seqlens;
+  uint64_t state_indices, checkpoint_offsets, checkpoint_states, workspace;
   uint64_t stream; /* CUstream */
   int64_t workspace_bytes;
   int64_t batch, tokens, heads, sequences; /* B, T, H, N */
+  int64_t initial_slots, final_slots;      /* states that initial_state and final_state hold */
+  int64_t checkpoints;                     /* C */
   int64_t q_stride[3], k_stride[3], v_stride[3], g_stride[3],
       out_stride[3]; /* batch, token, head */
   int64_t beta_stride[3];
-  int64_t initial_state_stride[2], final_state_stride[2]; /* sequence, head */
-  int64_t cu_seqlens_stride;
+  int64_t initial_state_stride[2], final_state_stride[2]; /* slot, head */
+  int64_t checkpoint_states_stride[2];                    /* checkpoint, head */
+  int64_t cu_seqlens_stride, state_indices_stride, checkpoint_offsets_stride;
   float scale, lower_bound;
   int32_t beta_dtype, a_log_dtype, dt_bias_dtype, initial_state_dtype, final_state_dtype;
-  int32_t cu_seqlens_dtype;
+  int32_t cu_seqlens_dtype, state_indices_dtype, checkpoint_offsets_dtype, checkpoint_states_dtype;
+  int32_t beta_is_logits;
   int32_t path; /* FLASH_KDA_PATH_AUTO or an index below flash_kda_path_count() */
   int32_t reserved;
 } flash_kda_forward_args;

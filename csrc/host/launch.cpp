@@ -35,6 +35,9 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.initial_state = address<const void*>(a.initial_state);
   p.final_state = address<void*>(a.final_state);
   p.cu_seqlens = address<const void*>(a.cu_seqlens);
+  p.state_indices = address<const void*>(a.state_indices);
+  p.checkpoint_offsets = address<const void*>(a.checkpoint_offsets);
+  p.checkpoint_states = address<void*>(a.checkpoint_states);
 
   int* const schedule = address<int*>(a.workspace);
   p.sequence_start = schedule;
@@ -50,7 +53,12 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.beta_stride = token_strides(a.beta_stride);
   p.initial_stride = {a.initial_state_stride[0], a.initial_state_stride[1]};
   p.final_stride = {a.final_state_stride[0], a.final_state_stride[1]};
+  p.checkpoint_stride = {a.checkpoint_states_stride[0], a.checkpoint_states_stride[1]};
   p.cu_seqlens_stride = a.cu_seqlens_stride;
+  p.state_indices_stride = a.state_indices_stride;
+  p.checkpoint_offsets_stride = a.checkpoint_offsets_stride;
+  p.initial_slots = a.initial_slots;
+  p.final_slots = a.final_slots;
 
   p.scale = a.scale;
   p.log2_lower_bound = static_cast<float>(a.lower_bound * kLog2E);
@@ -59,16 +67,29 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.heads = static_cast<int>(a.heads);
   p.sequences = static_cast<int>(a.sequences);
   p.chunks_per_sequence = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
+  p.checkpoints = a.checkpoint_states == 0 ? 0 : static_cast<int>(a.checkpoints);
+  p.beta_is_logits = a.beta_is_logits;
   p.beta_dtype = a.beta_dtype;
   p.a_log_dtype = a.a_log_dtype;
   p.dt_bias_dtype = a.dt_bias_dtype;
   p.initial_dtype = a.initial_state_dtype;
   p.final_dtype = a.final_state_dtype;
   p.cu_seqlens_dtype = a.cu_seqlens_dtype;
+  p.state_indices_dtype = a.state_indices_dtype;
+  p.checkpoint_offsets_dtype = a.checkpoint_offsets_dtype;
+  p.checkpoint_dtype = a.checkpoint_states_dtype;
   p.initial_vectorised =
       pairs_aligned(a.initial_state, a.initial_state_dtype, a.initial_state_stride);
   p.final_vectorised = pairs_aligned(a.final_state, a.final_state_dtype, a.final_state_stride);
+  p.checkpoint_vectorised =
+      pairs_aligned(a.checkpoint_states, a.checkpoint_states_dtype, a.checkpoint_states_stride);
   return p;
+}
+
+void check_integers(const char* name, uint64_t base, int32_t dtype) {
+  if (base != 0 && dtype != kInt32 && dtype != kInt64) {
+    fail(FLASH_KDA_INVALID_ARGUMENT, "%s has dtype code %d, needs int32 or int64", name, dtype);
+  }
 }
 
 // What Python has checked already is checked again only where a mistake would reach memory.
@@ -84,9 +105,13 @@ void check_args(const flash_kda_forward_args& a) {
          "as rows",
          static_cast<long long>(a.batch), static_cast<long long>(a.sequences));
   }
-  if (packed && a.cu_seqlens_dtype != kInt32 && a.cu_seqlens_dtype != kInt64) {
-    fail(FLASH_KDA_INVALID_ARGUMENT, "cu_seqlens has dtype code %d, needs int32 or int64",
-         a.cu_seqlens_dtype);
+  check_integers("cu_seqlens", a.cu_seqlens, a.cu_seqlens_dtype);
+  check_integers("state_indices", a.state_indices, a.state_indices_dtype);
+  check_integers("checkpoint_offsets", a.checkpoint_offsets, a.checkpoint_offsets_dtype);
+  if (a.checkpoints < 0 || a.checkpoints > INT32_MAX ||
+      (a.checkpoint_states != 0 && a.checkpoints > 0 && a.checkpoint_offsets == 0)) {
+    fail(FLASH_KDA_INVALID_ARGUMENT, "%lld checkpoint states need as many checkpoint offsets",
+         static_cast<long long>(a.checkpoints));
   }
 }
 

@@ -163,7 +163,8 @@ __device__ void prepare(const ForwardParams& p, PrepareSmem& smem) {
   if (lane < tokens.length) {
     const long long index = tokens.batch * p.beta_stride.batch +
                             (tokens.begin + lane) * p.beta_stride.token + head * p.beta_stride.head;
-    b = sigmoid(load_any(p.beta, index, p.beta_dtype));
+    b = load_any(p.beta, index, p.beta_dtype);
+    if (p.beta_is_logits) b = sigmoid(b);
   }
   const Gate<4> gate(p, head, 4 * lane);
   allow_next_launch();

@@ -75,12 +75,57 @@ struct ChainSlice {
            (tokens.batch * stride.batch + tokens.begin * stride.token + head * stride.head + row);
   }
 
-  // Bytes from a state tensor's base to V row `row`.
-  __device__ __forceinline__ long long state_bytes(const StateStrides& stride, int dtype,
-                                                   int row) const {
-    return (dtype == kFloat32 ? 4 : 2) *
-           (range.sequence * stride.sequence + head * stride.head + row * kHeadDim);
+  // Address in a state tensor: a slot's state of this head from V row `row` on.
+  template <class Pointer>
+  __device__ __forceinline__ Pointer state(Pointer base, const StateStrides& stride, int dtype,
+                                           long long slot, int row) const {
+    const long long elements = slot * stride.slot + head * stride.head + row * kHeadDim;
+    return reinterpret_cast<Pointer>(reinterpret_cast<long long>(base) +
+                                     elements * (dtype == kFloat32 ? 4 : 2));
   }
+
+  // Where the sequence's state lies in a tensor of `slots` states; negative: nowhere.
+  __device__ __forceinline__ long long slot(const ForwardParams& p, long long slots) const {
+    if (p.state_indices == nullptr) return range.sequence;
+    const long long slot = load_integer(p.state_indices, range.sequence * p.state_indices_stride,
+                                        p.state_indices_dtype);
+    return slot < slots ? slot : -1;
+  }
+};
+
+// The checkpoints of one sequence, in order: which comes next and after how many tokens. Offsets
+// that no chunk of the sequence ends at are passed over.
+class Checkpoints {
+ public:
+  __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
+      : p_(p), begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin) {
+    next_ = count_at_most([&](int c) { return offset(c); }, p.checkpoints, begin_, lane);
+    look();
+  }
+
+  // Calls store(c) for each checkpoint c at the first `reached` tokens' end.
+  template <class Store>
+  __device__ __forceinline__ void reach(int reached, Store store) {
+    while (at_ <= reached) {
+      if (at_ == reached) store(next_);
+      ++next_;
+      look();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ long long offset(int c) const {
+    return load_integer(p_.checkpoint_offsets, c * p_.checkpoint_offsets_stride,
+                        p_.checkpoint_offsets_dtype);
+  }
+  __device__ __forceinline__ void look() {
+    at_ = next_ < p_.checkpoints ? static_cast<int>(min(offset(next_) - begin_, 0x7fffffffll))
+                                 : 0x7fffffff;
+  }
+
+  const ForwardParams& p_;
+  const long long begin_;
+  int next_, at_;
 };
 
 // The helper warp: keeps the ring filled.
@@ -166,7 +211,9 @@ class Chain {
     }
   }
 
-  __device__ __forceinline__ void run(State& s) {
+  // `checkpoint(tokens)` is called after each chunk with the tokens worked on so far.
+  template <class Checkpoint>
+  __device__ __forceinline__ void run(State& s, int length, Checkpoint checkpoint) {
     if (chunks_ == 0) return;
     RingPosition<kShape.stages> ring;
     bool landed = false;  // whether the stage is known to be full
@@ -184,6 +231,7 @@ class Chain {
       landed = FullBarrier::test_wait(&smem_.full[ring.stage], ring.parity, 1);
       write_output(pieces, chunk > 0);
       stage_output(o);
+      checkpoint(min((chunk + 1) * kChunk, length));
     }
     Fragment4 pieces[kRounds];
     read_output(pieces);
@@ -354,15 +402,21 @@ __device__ __forceinline__ void compute_chunks(const ForwardParams& p, Recurrenc
   const int lane = threadIdx.x & 31;
   const int first_row = slice.first_row + warp * kShape.rows_per_warp();
   typename Chain<kShape>::State s;
-  load_state(s,
-             static_cast<const unsigned char*>(p.initial_state) +
-                 slice.state_bytes(p.initial_stride, p.initial_dtype, first_row),
-             p.initial_dtype, p.initial_vectorised, lane);
-  Chain<kShape>(p, smem, slice, warp).run(s);
-  if (p.final_dtype != kAbsent) {
-    store_state(s,
-                static_cast<unsigned char*>(p.final_state) +
-                    slice.state_bytes(p.final_stride, p.final_dtype, first_row),
+  const long long from = slice.slot(p, p.initial_slots), to = slice.slot(p, p.final_slots);
+  load_state(s, slice.state(p.initial_state, p.initial_stride, p.initial_dtype, from, first_row),
+             from < 0 ? kAbsent : p.initial_dtype, p.initial_vectorised, lane);
+  Checkpoints checkpoints(p, slice.range.tokens, lane);
+  const int length = slice.range.tokens.length;
+  Chain<kShape>(p, smem, slice, warp).run(s, length, [&](int reached) {
+    checkpoints.reach(reached, [&](int c) {
+      store_state(
+          s,
+          slice.state(p.checkpoint_states, p.checkpoint_stride, p.checkpoint_dtype, c, first_row),
+          p.checkpoint_dtype, p.checkpoint_vectorised, lane);
+    });
+  });
+  if (p.final_dtype != kAbsent && to >= 0) {
+    store_state(s, slice.state(p.final_state, p.final_stride, p.final_dtype, to, first_row),
                 p.final_dtype, p.final_vectorised, lane);
   }
 }

@@ -54,10 +54,7 @@ __device__ __forceinline__ int block_scan(int value, int& carry, int* totals, Op
 }
 
 __device__ __forceinline__ int read_boundary(const ForwardParams& p, int n) {
-  const long long index = n * p.cu_seqlens_stride;
-  const long long raw = p.cu_seqlens_dtype == kInt64
-                            ? static_cast<const long long*>(p.cu_seqlens)[index]
-                            : static_cast<const int*>(p.cu_seqlens)[index];
+  const long long raw = load_integer(p.cu_seqlens, n * p.cu_seqlens_stride, p.cu_seqlens_dtype);
   return static_cast<int>(min(max(raw, 0ll), static_cast<long long>(p.tokens)));
 }
 
