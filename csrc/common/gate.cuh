@@ -50,27 +50,29 @@ __device__ __forceinline__ float load_any(const void* base, long long index, int
 __device__ __forceinline__ float sigmoid(float x) { return sigmoid_of_negated_log2(-kLog2E * x); }
 
 // The log2-decay of a token in one channel is log2_lower_bound * sigmoid(exp(A_log) * (g +
-// dt_bias)). With slope = -exp(A_log) * log2(e) and offset = slope * dt_bias the sigmoid is 1 / (1
-// + 2^(slope * g + offset)). This is the gate of kCount neighbouring channels.
+// dt_bias)). With slope = -exp(A_log) * log2(e) the sigmoid is 1 / (1 + 2^(slope * (g + dt_bias))).
+// The bias is added before the slope multiplies: the two may cancel, and slope may be large. This
+// is the gate of kCount neighbouring channels.
 template <int kCount>
 struct Gate {
   float slope;
-  float offset[kCount];
+  float bias[kCount];
 
   __device__ __forceinline__ Gate(const ForwardParams& p, int head, int channel) : slope(-kLog2E) {
-    if (p.a_log_dtype != kAbsent) slope *= expf(load_any(p.a_log, head, p.a_log_dtype));
+    if (p.a_log_dtype != kAbsent) {
+      slope *= expf(load_any(p.a_log, head, p.a_log_dtype));
+      // Finite, so that slope * 0 is 0; this steep the gate is a step already. NaN stays NaN.
+      if (slope < -0x1p120f) slope = -0x1p120f;
+    }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) offset[i] = 0.0f;
+    for (int i = 0; i < kCount; ++i) bias[i] = 0.0f;
     if (p.dt_bias_dtype != kAbsent) {
-      load_any(offset, p.dt_bias, static_cast<long long>(head) * kHeadDim + channel,
-               p.dt_bias_dtype);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) offset[i] *= slope;
+      load_any(bias, p.dt_bias, static_cast<long long>(head) * kHeadDim + channel, p.dt_bias_dtype);
     }
   }
 
   __device__ __forceinline__ float openness(int i, float g) const {
-    return sigmoid_of_negated_log2(fmaf(slope, g, offset[i]));
+    return sigmoid_of_negated_log2(slope * (g + bias[i]));
   }
 };
 

@@ -65,7 +65,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uns
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until the shared memory of all earlier bulk stores of this thread may be reused.
+// Until the shared memory of all earlier bulk stores of this thread may be reused. Their writes are
+// complete when the grid is, which is what the next kernel waits for.
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

@@ -34,6 +34,8 @@ Driver open_driver() {
   resolve(library, "cuLibraryGetKernel", d.LibraryGetKernel);
   resolve(library, "cuKernelGetFunction", d.KernelGetFunction);
   resolve(library, "cuFuncSetAttribute", d.FuncSetAttribute);
+  d.FuncGetParamInfo =
+      reinterpret_cast<decltype(d.FuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
   resolve(library, "cuLaunchKernelEx", d.LaunchKernelEx);
   resolve(library, "cuThreadExchangeStreamCaptureMode", d.ThreadExchangeStreamCaptureMode);
   resolve(library, "cuGetErrorName", d.GetErrorName);

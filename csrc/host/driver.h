@@ -19,6 +19,7 @@ struct Driver {
   CUresult (*LibraryGetKernel)(CUkernel*, CUlibrary, const char*);
   CUresult (*KernelGetFunction)(CUfunction*, CUkernel);
   CUresult (*FuncSetAttribute)(CUfunction, CUfunction_attribute, int);
+  CUresult (*FuncGetParamInfo)(CUfunction, size_t, size_t*, size_t*);  // null before CUDA 12.4
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
   CUresult (*ThreadExchangeStreamCaptureMode)(CUstreamCaptureMode*);
   CUresult (*GetErrorName)(CUresult, const char**);

@@ -1,5 +1,8 @@
 #include "host/launch.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "host/driver.h"
 #include "host/error.h"
 #include "launch_shapes.h"
@@ -105,6 +108,12 @@ void check_args(const flash_kda_forward_args& a) {
          "as rows",
          static_cast<long long>(a.batch), static_cast<long long>(a.sequences));
   }
+  const uint64_t tensors[] = {a.q, a.k, a.v, a.g, a.beta, a.out};
+  const bool any_missing = std::any_of(std::begin(tensors), std::end(tensors),
+                                       [](uint64_t address) { return address == 0; });
+  if (a.batch > 0 && a.tokens > 0 && any_missing) {
+    fail(FLASH_KDA_INVALID_ARGUMENT, "q, k, v, g, beta and out must have memory");
+  }
   check_integers("cu_seqlens", a.cu_seqlens, a.cu_seqlens_dtype);
   check_integers("state_indices", a.state_indices, a.state_indices_dtype);
   check_integers("checkpoint_offsets", a.checkpoint_offsets, a.checkpoint_offsets_dtype);
@@ -151,14 +160,15 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   int64_t t_total;
   if (__builtin_mul_overflow(args.batch, args.tokens, &t_total)) t_total = INT64_MAX;
   const Plan plan = make_plan({t_total, args.heads, args.sequences}, module.sm_count, args.path);
-  if (args.workspace_bytes < plan.workspace_bytes || args.workspace % 256 != 0) {
+  if (args.sequences == 0) return;
+  if (args.workspace_bytes < plan.workspace_bytes || args.workspace == 0 ||
+      args.workspace % 256 != 0) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
          "workspace has %lld bytes at 0x%llx, needs %lld at a multiple of 256",
          static_cast<long long>(args.workspace_bytes),
          static_cast<unsigned long long>(args.workspace),
          static_cast<long long>(plan.workspace_bytes));
   }
-  if (args.sequences == 0) return;
 
   ForwardParams params = make_params(args, plan);
   const CurrentContext current(module.context);

@@ -6,6 +6,7 @@
 
 #include "host/driver.h"
 #include "host/error.h"
+#include "host/flash_kda.h"
 #include "launch_shapes.h"
 
 namespace flash_kda::host {
@@ -36,6 +37,17 @@ CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes) {
   check(found, (std::string("cuLibraryGetKernel(") + name + ")").c_str());
   CUfunction function;
   check(driver().KernelGetFunction(&function, kernel), "cuKernelGetFunction");
+  // The driver copies as many bytes as the cubin's kernel wants: one of another revision would have
+  // it read beyond our struct, or take one field for another.
+  size_t offset = 0, size = 0;
+  if (driver().FuncGetParamInfo != nullptr) {
+    check(driver().FuncGetParamInfo(function, 0, &offset, &size), "cuFuncGetParamInfo");
+    if (size != sizeof(ForwardParams)) {
+      fail(FLASH_KDA_INVALID_ARGUMENT,
+           "the cubin is of another revision: %s takes %zu bytes of parameters, not %zu", name,
+           size, sizeof(ForwardParams));
+    }
+  }
   if (smem_bytes > 0) {
     check(driver().FuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                     smem_bytes),

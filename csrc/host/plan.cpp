@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMostCtas = 0x7fffffff;     // of a one-dimensional grid
 constexpr int64_t kMostRecords = 0x7ffffff0;  // prepare numbers them in 32 bits; 29 TB of workspace
+constexpr int64_t kMostTokens = 0x7fffffe0;   // two chunks below 2^31: kernels add a chunk in int
 constexpr int64_t kAlignment = 256;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -20,8 +21,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // multiprocessors: no extra arithmetic, but every slice reads the records again. It pays while
 // there are idle multiprocessors.
 Path choose_path(int64_t chains, int32_t sm_count) {
-  if (chains * 4 <= sm_count) return kPortableV32;
-  if (chains * 2 <= sm_count) return kPortableV64;
+  if (chains <= sm_count / 4) return kPortableV32;
+  if (chains <= sm_count / 2) return kPortableV64;
   return kPortableV128;
 }
 
@@ -53,8 +54,8 @@ const RecurrenceShape& recurrence_shape(Path path) {
 
 Plan make_plan(const Problem& problem, int32_t sm_count, int32_t forced_path) {
   const auto [t_total, heads, sequences] = problem;
-  if (t_total < 0 || t_total > 0x7fffffff || heads < 1 || heads > 0x7fffffff || sequences < 0 ||
-      sequences > 0x7ffffffe) {
+  if (t_total < 0 || t_total > kMostTokens || heads < 1 || heads > 0x7fffffff || sequences < 0 ||
+      sequences > kMostTokens) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
          "sizes out of range: %lld tokens, %lld heads, %lld sequences (each must be below 2^31, "
          "heads "

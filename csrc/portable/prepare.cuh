@@ -63,7 +63,6 @@ __device__ __forceinline__ void decay_rows(const ForwardParams& p, unsigned char
   for (int i = 0; i < kChunk; ++i) {
     const float q_scale = __shfl_sync(kWarpMask, q_inverse_norm, i);
     const float k_scale = __shfl_sync(kWarpMask, k_inverse_norm, i);
-    const float bound = i < length ? p.log2_lower_bound : 0.0f;
     uint2& key_piece = lane_piece(record + ChunkRecord::kKeyDecayed, i, lane);
     uint2& query_piece = lane_piece(record + ChunkRecord::kQueryDecayed, i, lane);
     uint2& gate_piece = lane_piece(record + ChunkRecord::kKeyRemaining, i, lane);
@@ -73,7 +72,8 @@ __device__ __forceinline__ void decay_rows(const ForwardParams& p, unsigned char
     unpack(g, gate_piece);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      log2_decay[j] += bound * gate.openness(j, g[j]);
+      // Rows past the end do not decay, whatever the gate of their zeros is.
+      if (i < length) log2_decay[j] += p.log2_lower_bound * gate.openness(j, g[j]);
       const float decay = exp2_approx(log2_decay[j]);
       const float unit_key = key[j] * k_scale;
       query[j] = query[j] * q_scale * decay;  // in this order: the scale alone may be near 2^-100

@@ -10,8 +10,8 @@
 //     X^T  = V^T - UK^T    U^T = X^T Tm^T       Tm = (I + L)^-1 diag(b)
 //     O^T += U^T P^T       S^T = gamma S^T + U^T K-
 //
-// A helper warp copies chunks into a ring of stages: the record by one bulk copy, V row by row with
-// zeros for rows past the end. The computing warps share the stages and nothing else.
+// A helper warp copies chunks into a ring of stages by bulk copies: one for the record, one a row
+// of V, with zeros for rows past the end. The computing warps share the stages and nothing else.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -75,13 +75,10 @@ struct ChainSlice {
            (tokens.batch * stride.batch + tokens.begin * stride.token + head * stride.head + row);
   }
 
-  // Address in a state tensor: a slot's state of this head from V row `row` on.
-  template <class Pointer>
-  __device__ __forceinline__ Pointer state(Pointer base, const StateStrides& stride, int dtype,
-                                           long long slot, int row) const {
-    const long long elements = slot * stride.slot + head * stride.head + row * kHeadDim;
-    return reinterpret_cast<Pointer>(reinterpret_cast<long long>(base) +
-                                     elements * (dtype == kFloat32 ? 4 : 2));
+  // Bytes from a state tensor's base to a slot's state of this head, from V row `row` on.
+  __device__ __forceinline__ long long state_bytes(const StateStrides& stride, int dtype,
+                                                   long long slot, int row) const {
+    return (dtype == kFloat32 ? 4 : 2) * (slot * stride.slot + head * stride.head + row * kHeadDim);
   }
 
   // Where the sequence's state lies in a tensor of `slots` states; negative: nowhere.
@@ -93,24 +90,25 @@ struct ChainSlice {
   }
 };
 
-// The checkpoints of one sequence, in order: which comes next and after how many tokens. Offsets
-// that no chunk of the sequence ends at are passed over.
+// The checkpoints of one sequence, in order. Offsets at which none of its chunks ends are passed
+// over.
 class Checkpoints {
  public:
   __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
-      : p_(p), begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin) {
+      : p_(p),
+        begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
+        length_(tokens.length) {
     next_ = count_at_most([&](int c) { return offset(c); }, p.checkpoints, begin_, lane);
-    look();
+    find();
   }
 
-  // Calls store(c) for each checkpoint c at the first `reached` tokens' end.
-  template <class Store>
-  __device__ __forceinline__ void reach(int reached, Store store) {
-    while (at_ <= reached) {
-      if (at_ == reached) store(next_);
-      ++next_;
-      look();
-    }
+  // The checkpoint to come, and how many chunks lie before it; none: more chunks than there are.
+  __device__ __forceinline__ int next() const { return next_; }
+  __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  __device__ __forceinline__ void advance() {
+    ++next_;
+    find();
   }
 
  private:
@@ -118,23 +116,32 @@ class Checkpoints {
     return load_integer(p_.checkpoint_offsets, c * p_.checkpoint_offsets_stride,
                         p_.checkpoint_offsets_dtype);
   }
-  __device__ __forceinline__ void look() {
-    at_ = next_ < p_.checkpoints ? static_cast<int>(min(offset(next_) - begin_, 0x7fffffffll))
-                                 : 0x7fffffff;
+  __device__ __forceinline__ void find() {
+    chunks_ = 0x7fffffff;
+    for (; next_ < p_.checkpoints; ++next_) {
+      const long long tokens = offset(next_) - begin_;
+      if (tokens > length_) return;
+      if (tokens % kChunk == 0 || tokens == length_) {
+        chunks_ = chunks_of(static_cast<int>(tokens));
+        return;
+      }
+    }
   }
 
   const ForwardParams& p_;
   const long long begin_;
-  int next_, at_;
+  const int length_;
+  int next_, chunks_;
 };
 
-// The helper warp: keeps the ring filled.
+// The helper warp: keeps the ring filled. Rows of V come by cp.async, 16 bytes a lane, because
+// sixteen small bulk copies a chunk would take longer than the chunk.
 template <const RecurrenceShape& kShape>
 __device__ __forceinline__ void copy_chunks(const ForwardParams& p, RecurrenceSmem<kShape>& smem,
                                             const ChainSlice& slice) {
-  constexpr int kUnits = kShape.rows() / 8;  // 16-byte pieces of a token row
-  constexpr int kTokensAtOnce = 32 / kUnits > 0 ? 32 / kUnits : 1;
-  static_assert(kTokensAtOnce * kUnits == 32 || kUnits == 32, "lanes share rows evenly");
+  constexpr int kUnits = kShape.rows() / 8;   // 16-byte pieces of a token row
+  constexpr int kTokensAtOnce = 32 / kUnits;  // rows that the warp copies at once
+  static_assert(kTokensAtOnce * kUnits == 32, "lanes share rows evenly");
   const int lane = threadIdx.x & 31;
   const int token = lane / kUnits, byte = lane % kUnits * 16;
   const int chunks = chunks_of(slice.range.tokens.length);
@@ -211,31 +218,33 @@ class Chain {
     }
   }
 
-  // `checkpoint(tokens)` is called after each chunk with the tokens worked on so far.
-  template <class Checkpoint>
-  __device__ __forceinline__ void run(State& s, int length, Checkpoint checkpoint) {
-    if (chunks_ == 0) return;
-    RingPosition<kShape.stages> ring;
-    bool landed = false;  // whether the stage is known to be full
+  __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  // Works on until `end` chunks of the sequence are done.
+  __device__ __forceinline__ void run(State& s, int end) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks_; ++chunk) {
-      if (!landed) FullBarrier::wait(&smem_.full[ring.stage], ring.parity);
+    for (; done_ < end; ++done_) {
+      if (!landed_) FullBarrier::wait(&smem_.full[ring_.stage], ring_.parity);
+      release_last_stage();
       Fragment4
           pieces[kRounds];  // of the chunk before: its output's latencies pass behind this one
       read_output(pieces);
       float o[kTiles][2][4] = {};
-      advance_state(s, o, smem_.stage[ring.stage]);
-      __syncwarp();  // all lanes have read the stage and the last output
-      if (lane_ == 0) EmptyBarrier::arrive(&smem_.empty[ring.stage]);
-      ring.advance();
-      landed = FullBarrier::test_wait(&smem_.full[ring.stage], ring.parity, 1);
-      write_output(pieces, chunk > 0);
+      advance_state(s, o, smem_.stage[ring_.stage]);
+      __syncwarp();  // all lanes have read the last output
+      last_stage_ = ring_.stage;
+      ring_.advance();
+      landed_ = FullBarrier::test_wait(&smem_.full[ring_.stage], ring_.parity, 1);
+      write_output(pieces, done_ > 0);
       stage_output(o);
-      checkpoint(min((chunk + 1) * kChunk, length));
     }
+  }
+
+  // Writes the last chunk's output.
+  __device__ __forceinline__ void finish() {
     Fragment4 pieces[kRounds];
     read_output(pieces);
-    write_output(pieces, true);
+    write_output(pieces, done_ > 0);
   }
 
  private:
@@ -250,6 +259,15 @@ class Chain {
   // sums are needed to have four independent products under way.
   static constexpr bool kHoldsState = kTiles == 1;
   static constexpr int kPartialSums = kTiles == 1 ? 2 : 1;
+
+  // Lets the helper refill the stage of the chunk before. Not at that chunk's end: the arrival
+  // could then overtake loads of which only the addresses have left the warp, and the refill
+  // overwrite what they are still to read. By now the products that use them have been issued, so
+  // they have returned.
+  __device__ __forceinline__ void release_last_stage() {
+    __syncwarp();
+    if (lane_ == 0 && done_ > 0) EmptyBarrier::arrive(&smem_.empty[last_stage_]);
+  }
 
   // One chunk of the recurrence: s becomes the state after it, o (zero on entry) the unscaled O^T.
   // The chain is x -> u -> s; what else there is to multiply is placed where the chain has to wait.
@@ -387,6 +405,10 @@ class Chain {
   const int lane_, warp_;
   const float scale_;
   const int chunks_;
+  int done_ = 0;
+  int last_stage_ = 0;
+  RingPosition<kShape.stages> ring_;
+  bool landed_ = false;       // whether the next chunk's stage is known to be full
   const long long out_step_;  // bytes
   int tokens_left_;           // from this lane's next output row to the end
   unsigned char* next_out_;
@@ -403,20 +425,30 @@ __device__ __forceinline__ void compute_chunks(const ForwardParams& p, Recurrenc
   const int first_row = slice.first_row + warp * kShape.rows_per_warp();
   typename Chain<kShape>::State s;
   const long long from = slice.slot(p, p.initial_slots), to = slice.slot(p, p.final_slots);
-  load_state(s, slice.state(p.initial_state, p.initial_stride, p.initial_dtype, from, first_row),
+  load_state(s,
+             static_cast<const unsigned char*>(p.initial_state) +
+                 slice.state_bytes(p.initial_stride, p.initial_dtype, from, first_row),
              from < 0 ? kAbsent : p.initial_dtype, p.initial_vectorised, lane);
   Checkpoints checkpoints(p, slice.range.tokens, lane);
-  const int length = slice.range.tokens.length;
-  Chain<kShape>(p, smem, slice, warp).run(s, length, [&](int reached) {
-    checkpoints.reach(reached, [&](int c) {
-      store_state(
-          s,
-          slice.state(p.checkpoint_states, p.checkpoint_stride, p.checkpoint_dtype, c, first_row),
-          p.checkpoint_dtype, p.checkpoint_vectorised, lane);
-    });
-  });
+  Chain<kShape> chain(p, smem, slice, warp);
+  // Stops at each checkpoint and at the end, outside the loop over chunks.
+#pragma unroll 1
+  for (;;) {
+    const int end = min(chain.chunks(), checkpoints.chunks());
+    chain.run(s, end);
+    if (end < checkpoints.chunks()) break;
+    store_state(s,
+                static_cast<unsigned char*>(p.checkpoint_states) +
+                    slice.state_bytes(p.checkpoint_stride, p.checkpoint_dtype, checkpoints.next(),
+                                      first_row),
+                p.checkpoint_dtype, p.checkpoint_vectorised, lane);
+    checkpoints.advance();
+  }
+  chain.finish();
   if (p.final_dtype != kAbsent && to >= 0) {
-    store_state(s, slice.state(p.final_state, p.final_stride, p.final_dtype, to, first_row),
+    store_state(s,
+                static_cast<unsigned char*>(p.final_state) +
+                    slice.state_bytes(p.final_stride, p.final_dtype, to, first_row),
                 p.final_dtype, p.final_vectorised, lane);
   }
 }
