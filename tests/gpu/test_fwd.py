@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import cases
@@ -139,6 +140,16 @@ def test_scale_zero(rng: cases.Random) -> None:
     out, state = forward(case)
     assert torch.count_nonzero(out) == 0
     assert_accurate(case.but(scale=1.0), forward(case.but(scale=1.0))[0], state)
+
+
+@pytest.mark.parametrize("a_log", [-100.0, -5.0, 5.0, 20.0, 88.0, 89.0, 1e30, math.inf])
+@pytest.mark.parametrize("tokens", [37, 160])
+def test_steep_gates(rng: cases.Random, a_log: float, tokens: int) -> None:
+    """exp(A_log) beyond fp32 makes the gate a step; tokens past a chunk's end do not decay."""
+    case = make_case(rng, tokens=tokens, heads=3)
+    A_log = torch.full_like(case.A_log, a_log, dtype=torch.float64)
+    dt_bias = 2 * rng.normal(*case.dt_bias.shape)
+    check(case.but(A_log=A_log, dt_bias=dt_bias))
 
 
 @pytest.mark.parametrize("missing", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")])
