@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Paths, variables and device names may hold what the terminal's encoding cannot say.
+        sys.stdout.reconfigure(errors="backslashreplace")
     return arguments.run(arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -12,59 +13,94 @@ from typing import Any
 import torch
 
 from . import ops
-from .errors import FlashKDAError
 from .reference import recurrent_kda
 
 HEAD_DIM = 128
 GPU_LENGTHS = (1300, 547, 2048, 963, 271, 3063)
 GPU_CALLS = 20
 CPU_LENGTHS = (130, 54, 204, 1, 0, 307)
+MAX_HEADS = 1024
 TOLERANCE = 6e-3
 """Largest relative error that counts as right for bf16 inputs and outputs."""
 
 
+def device_argument(text: str) -> torch.device:
+    """The device a command line names: cpu, cuda, or cuda:<index>, if torch finds it here.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text, or no such device.
+    """
+    match = re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs cpu, cuda or cuda:<index>")
+    if text == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        reason = "finds no GPU here" if torch.version.cuda else "is built without CUDA"
+        raise argparse.ArgumentTypeError(f"got {text!r}, but torch {torch.__version__} {reason}")
+    if match[1] is None:
+        return torch.device("cuda")
+    index = int(match[1][1:])
+    if index >= count:
+        raise argparse.ArgumentTypeError(f"got {text!r}; torch finds cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}; needs an integer from {least} to {most}"
+            )
+        return int(text)
+
+    return parse
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the ``demo`` command to ``parser``."""
-    parser.add_argument("--device", help="cpu, cuda or cuda:<index> (default: cuda when present)")
-    parser.add_argument("--heads", type=int, help="number of heads (default: 32, on the CPU 4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+    parser.add_argument(
+        "--device",
+        type=device_argument,
+        help="cpu, cuda or cuda:<index> (default: cuda when present)",
+    )
+    parser.add_argument(
+        "--heads",
+        type=_integer(1, MAX_HEADS),
+        help="number of heads (default: 32, on the CPU 4)",
+    )
+    parser.add_argument(
+        "--seed", type=_integer(0, 2**63 - 1), default=0, help="seed of the random inputs"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo and print its table; 0 when the results are right, else 1."""
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Run the demo and print its table.
+
+    Returns 0 when the results are right, 1 when they are not or there are none, and 2 when
+    FLASH_KDA_PATH names no path.
+    """
+    device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     lengths = GPU_LENGTHS if on_gpu else CPU_LENGTHS
     heads = arguments.heads or (32 if on_gpu else 4)
-    where = torch.cuda.get_device_name(device) if on_gpu else "CPU, reference path"
-    print(f"flash_kda demo on {device} ({where})")
-    print(
-        f"{len(lengths)} packed sequences of {', '.join(map(str, lengths))} tokens, {heads} heads"
-    )
-    with torch.inference_mode():
-        inputs = _inputs(lengths, heads, device, arguments.seed)
-        out = torch.empty_like(inputs["v"])
-        final_state = torch.empty_like(inputs["initial_state"])
-
-        def call() -> None:
-            ops.fwd(**inputs, out=out, final_state=final_state)
-
-        try:
-            call()
-            milliseconds = _time(call, device)
-        except FlashKDAError as error:
-            print(f"\n{type(error).__name__}: {error}")
-            if on_gpu:
-                print("\nThe CPU path works everywhere: python -m flash_kda demo --device cpu")
-            return 1
-        expected_out, expected_state = recurrent_kda(**inputs)
-    tokens = sum(lengths)
-    errors = {
-        "error of out": _relative_error(out, expected_out),
-        "error of final state": _relative_error(final_state, expected_state),
-    }
+    try:
+        where = torch.cuda.get_device_name(device) if on_gpu else "CPU, reference path"
+        print(f"flash_kda demo on {device} ({where})")
+        sizes = ", ".join(map(str, lengths))
+        print(f"{len(lengths)} packed sequences of {sizes} tokens, {heads} heads")
+        with torch.inference_mode():
+            milliseconds, errors = _measure(lengths, heads, device, arguments.seed)
+    except (RuntimeError, ValueError) as error:
+        # FlashKDAError and torch's own, such as too little memory: RuntimeErrors, all of them.
+        first_line = str(error).partition("\n")[0]
+        print(f"\n{type(error).__name__}: {first_line}")
+        if on_gpu and not isinstance(error, ValueError):
+            print("\nThe CPU path works everywhere: python -m flash_kda demo --device cpu")
+        return 2 if isinstance(error, ValueError) else 1
     rows = [("time of one call", f"{milliseconds:.3f} ms")]
-    rows.append(("tokens per second", f"{tokens / milliseconds * 1e3:,.0f}"))
+    rows.append(("tokens per second", f"{sum(lengths) / milliseconds * 1e3:,.0f}"))
     rows += [(name, f"{error:.1e}  (at most {TOLERANCE:.0e})") for name, error in errors.items()]
     width = max(len(name) for name, _ in rows)
     print()
@@ -74,6 +110,27 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = "agrees with" if right else "DIFFERS from"
     print(f"\n{verdict} the float64 recurrence (relative errors in the 2-norm)")
     return 0 if right else 1
+
+
+def _measure(
+    lengths: tuple[int, ...], heads: int, device: torch.device, seed: int
+) -> tuple[float, dict[str, float]]:
+    """Time of one call in ms, and its relative errors by name."""
+    inputs = _inputs(lengths, heads, device, seed)
+    out = torch.empty_like(inputs["v"])
+    final_state = torch.empty_like(inputs["initial_state"])
+
+    def call() -> None:
+        ops.fwd(**inputs, out=out, final_state=final_state)
+
+    call()
+    milliseconds = _time(call, device)
+    expected_out, expected_state = recurrent_kda(**inputs)
+    errors = {
+        "error of out": _relative_error(out, expected_out),
+        "error of final state": _relative_error(final_state, expected_state),
+    }
+    return milliseconds, errors
 
 
 def _inputs(

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ SHAPES = ((8192, 96, 1), (8192, 12, 1))
 """(tokens, heads, sequences) of the calls whose kernel path is shown for each GPU."""
 
 MIN_TORCH = (2, 4)
+PATH_VARIABLE = "FLASH_KDA_PATH"
 VARIABLES = (
-    "FLASH_KDA_PATH",
+    PATH_VARIABLE,
     loader.CUBIN_VARIABLE,
     loader.OLD_DRIVER_VARIABLE,
     "FLA_FLASH_KDA",
@@ -54,6 +56,7 @@ def collect(require_gpu: bool = False) -> Report:
     problems: list[str] = []
     warnings: list[str] = []
     installed = _install(problems, warnings)
+    _check_overrides(problems)
     gpus = _gpus(problems)
     report = {
         "schema": SCHEMA,
@@ -65,13 +68,13 @@ def collect(require_gpu: bool = False) -> Report:
         "install": installed,
         "driver": driver_facts(),
         "gpus": gpus,
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "environment": {name: _value(name) for name in VARIABLES if name in os.environ},
         "problems": problems,
         "warnings": warnings,
     }
     if require_gpu and not gpus:
         problems.append("no GPU was found, and --require-gpu asks for one")
-    # A broken install would otherwise be told once for each GPU as well.
+    # A broken install or override would otherwise be told once for each GPU as well.
     problems[:] = dict.fromkeys(problems)
     report["status"] = "broken" if problems else "ok"
     return report
@@ -84,7 +87,7 @@ def planned_path(tokens: int, heads: int, sequences: int, sm_count: int) -> str:
         BrokenInstallError: no usable launcher.
         ValueError: FLASH_KDA_PATH names no path.
     """
-    forced = os.environ.get("FLASH_KDA_PATH")
+    forced = os.environ.get(PATH_VARIABLE)
     path = abi.path_id(forced) if forced else abi.AUTOMATIC_PATH
     return abi.path_names()[abi.plan(tokens, heads, sequences, sm_count, path)]
 
@@ -147,6 +150,26 @@ def _install(problems: list[str], warnings: list[str]) -> Report | None:
         "launcher": launcher,
         "cubins": cubins,
     }
+
+
+def _check_overrides(problems: list[str]) -> None:
+    """What the variables name that change which kernels run, GPU or not."""
+    forced, cubin = os.environ.get(PATH_VARIABLE), os.environ.get(loader.CUBIN_VARIABLE)
+    try:
+        if forced:
+            abi.path_id(forced)
+    except (LoaderError, ValueError) as error:
+        problems.append(str(error))
+    try:
+        if cubin:
+            loader.read_selected(loader.Selection(loader.OVERRIDE_TARGET, Path(cubin), None))
+    except LoaderError as error:
+        problems.append(str(error))
+
+
+def _value(name: str) -> str:
+    """A variable's value; bytes that are not UTF-8 are shown as escapes."""
+    return os.fsencode(os.environ[name]).decode(errors="backslashreplace")
 
 
 def _relative(record: manifest.FileRecord, installed: manifest.Manifest) -> str:

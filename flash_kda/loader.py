@@ -10,6 +10,7 @@ forked child starts with an empty one (CUDA itself does not survive a fork once 
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,9 @@ OVERRIDE_TARGET = "override"
 
 _TRITON_HINT = "With flash-linear-attention, FLA_FLASH_KDA=0 selects its Triton path instead."
 _ELF_MACHINE_CUDA = 190
+_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_ELF_NO_BITS = 8  # type of a section that takes no room in the file
+_LARGEST_OVERRIDE = 1 << 30
 
 
 class Module(NamedTuple):
@@ -73,9 +77,9 @@ def find_driver() -> tuple[int, int]:
         return driver.driver_version()
     except driver.DriverUnavailable as error:
         raise DriverNotFoundError(
-            f"flash_kda found no NVIDIA driver ({error}). CUDA tensors need one; CPU tensors "
-            "still work, through the slower reference path. Inside a container, start it with "
-            "GPU access (for example docker run --gpus all)."
+            f"flash_kda found {error}. CUDA tensors need one; CPU tensors still work, through the "
+            "slower reference path. Inside a container, start it with GPU access (for example "
+            "docker run --gpus all)."
         ) from error
     except driver.DriverCallFailed as error:
         raise LoaderError(f"The NVIDIA driver does not tell its version: {error}.") from error
@@ -162,10 +166,9 @@ def select(
             )
         else:
             advice = (
-                f"To add it, build from source: {targets.ARCHS_VARIABLE}={wanted} pip install "
-                "--force-reinstall --no-deps --no-cache-dir --no-binary flash-kda flash-kda "
-                f"(in a checkout: {targets.ARCHS_VARIABLE}={wanted} pip install --force-reinstall "
-                "--no-deps .)."
+                f"To get them, build for it in a checkout of flash-kda: {targets.ARCHS_VARIABLE}="
+                f"{wanted} pip install --force-reinstall --no-deps . (a comma list builds for "
+                "several), or install a wheel that has them."
             )
         raise NoCubinError(
             f"{gpu}, and this installation of flash_kda holds no kernels for it. Targets present: "
@@ -268,7 +271,7 @@ def _suitable_manifest(
 
 def _read_override(path: Path) -> bytes:
     try:
-        contents = path.read_bytes()
+        contents = manifest.read_regular(path, _LARGEST_OVERRIDE)
     except OSError as error:
         raise CubinOverrideError(
             f"{CUBIN_VARIABLE}={path}: cannot read this file ({error.strerror or error}). Point it "
@@ -281,7 +284,41 @@ def _read_override(path: Path) -> bytes:
             f"{_ELF_MACHINE_CUDA}, found {len(contents)} bytes starting with {contents[:8]!r}). "
             "Point it to a flash_kda cubin, or unset it to use the installed ones."
         )
+    if not _is_complete(contents):
+        raise CubinOverrideError(
+            f"{CUBIN_VARIABLE}={path}: this cubin is damaged (its headers reach past its "
+            f"{len(contents)} bytes). Point it to an intact flash_kda cubin, or unset it to use "
+            "the installed ones."
+        )
     return contents
+
+
+def _is_complete(cubin: bytes) -> bool:
+    """Whether all that the ELF headers name lies inside; drivers trust the headers."""
+    if len(cubin) < _ELF_HEADER.size:
+        return False
+    header = _ELF_HEADER.unpack_from(cubin)
+    programs_at, sections_at = header[5], header[6]
+    program_size, program_count, section_size, section_count, names = header[9:14]
+    if section_count == 0 or section_size < 64 or names >= section_count:
+        return False
+    if program_count and program_size < 56:
+        return False
+    if max(
+        sections_at + section_size * section_count, programs_at + program_size * program_count
+    ) > len(cubin):
+        return False
+    for index in range(section_count):
+        kind, offset, size = struct.unpack_from(
+            "<4xI16xQQ", cubin, sections_at + index * section_size
+        )
+        if kind != _ELF_NO_BITS and offset + size > len(cubin):
+            return False
+    for index in range(program_count):
+        offset, size = struct.unpack_from("<8xQ16xQ", cubin, programs_at + index * program_size)
+        if offset + size > len(cubin):
+            return False
+    return True
 
 
 _modules: dict[int, Module] = {}

@@ -34,6 +34,8 @@ from bench_fla import FLA  # noqa: E402
 from bench_timing import Clock  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda import abi  # noqa: E402
+from flash_kda.demo import device_argument  # noqa: E402
 
 HOST_CALLS_SMALL = 2000
 HOST_CALLS_PER_ROW = 200
@@ -53,7 +55,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--repeats", type=int, default=3, help="repeats; the median one is reported"
     )
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
-    parser.add_argument("--device", help="cpu, cuda or cuda:<index> (default: cuda when present)")
+    parser.add_argument(
+        "--device",
+        type=device_argument,
+        help="cpu, cuda or cuda:<index> (default: cuda when present)",
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -76,9 +82,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def pick_device(name: str | None) -> torch.device:
+def pick_device(asked: torch.device | None) -> torch.device:
     """The device to measure, with its index filled in."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = asked or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
@@ -161,7 +167,7 @@ def kept_rows(path: Path, result: dict[str, Any]) -> dict[tuple[str, str], dict[
     """Good rows of an earlier run of the same build, card and settings, by case and states."""
     if not path.exists():
         return {}
-    earlier = json.loads(path.read_text(encoding="utf-8"))
+    earlier = bench_report.read_document(path)
     for key in ("gpu", "commit", "csrc_sha256", "compiler", "torch", "fla", "settings"):
         if earlier.get(key) != result[key]:
             print(f"not resuming {path}: {key} is {earlier.get(key)!r} there, {result[key]!r} here")
@@ -209,6 +215,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every selected case; returns the JSON document."""
     cases = bench_cases.select_cases(arguments.cases)
     device = pick_device(arguments.device)
+    forced = os.environ.get("FLASH_KDA_PATH")
+    launcher = abi.launcher_or_none()
+    if forced and launcher is not None:
+        launcher.path_id(forced)  # refuses an unknown name once, instead of in every row
     if device.type == "cuda":
         torch.cuda.set_device(device)
     fla = FLA() if not arguments.no_fla and device.type == "cuda" else None
@@ -221,7 +231,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "iters": arguments.iters,
             "repeats": arguments.repeats,
             "l2_flush_bytes": clock.flush_bytes,
-            "forced_path": os.environ.get("FLASH_KDA_PATH"),
+            "forced_path": forced,
         },
         "small_call_host_us": None,
         "rows": [],
@@ -256,16 +266,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(bench_cases.STANDARD_CASES))
         return 0
-    if arguments.report is not None:
-        written = bench_report.write_report(ROOT, arguments.report)
-        print("wrote " + ", ".join(str(path) for path in written))
-        return 0
     try:
-        with torch.inference_mode():
-            result = run(arguments)
-    except ValueError as error:
+        if arguments.report is not None:
+            written = bench_report.write_report(ROOT, arguments.report)
+            print("wrote " + ", ".join(str(path) for path in written))
+            return 0
+        return measure(arguments)
+    except (OSError, ValueError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Run the benchmark and, when it is complete, write the report; returns the exit status."""
+    with torch.inference_mode():
+        result = run(arguments)
     complete = arguments.cases is None and arguments.states != "bf16"
     if complete and result["device"] != "cpu" and not arguments.no_report:
         data = ROOT / "docs" / "data" / f"bench_{result['gpu_short'].lower()}.json"

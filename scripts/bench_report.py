@@ -25,6 +25,31 @@ STATE_TITLES = {"fp32": "fp32 states", "bf16": "bf16 states"}
 Row = dict[str, Any]
 
 
+def read_document(path: Path) -> dict[str, Any]:
+    """The JSON document that bench.py wrote to ``path``.
+
+    Raises:
+        ValueError: it cannot be read, is not JSON or no such document; one line with the path.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or not {"gpu_short", "rows", "settings"} <= document.keys():
+        raise ValueError(f"{path} holds no measurements of bench.py")
+    return document
+
+
+def read_gpu_document(path: Path) -> dict[str, Any]:
+    """The same, refusing measurements of the CPU path, which say nothing about the kernels."""
+    document = read_document(path)
+    if document["gpu_short"] == "CPU":
+        raise ValueError(f"{path} was measured on a CPU: reports are written for GPUs only")
+    return document
+
+
 def baseline_ms(document: dict[str, Any], row: Row) -> float | None:
     """The published v1 time for this row: same model of card, fp32 states, or None."""
     if document["gpu_short"] != BASELINE_GPU or row["states"] != "fp32":
@@ -182,6 +207,7 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
     for states in STATE_TITLES:
         if rows_with(document, states):
             lines += ["", *full_table(document, states)]
+    fla = document["settings"].get("fla", "in the same process, autotuned before it is timed")
     small = document.get("small_call_host_us")
     lines += ["", "## Notes", ""]
     if small is not None:
@@ -192,8 +218,7 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
     lines += [
         "- All calls read an initial state and write a final state. FLA takes fp32 states only, so "
         "its time is the same in both tables.",
-        "- FLA runs its Triton path on the same inputs in the same process, autotuned before it is "
-        "timed.",
+        f"- FLA runs its Triton path on the same inputs, {fla}.",
         f"- v1: {BASELINE_SOURCE}. It was not run again here.",
         "- floor: the time this card needs to copy the bytes that any implementation must move "
         "(q, k, v, g, beta, out, states).",
@@ -203,10 +228,10 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def readme_block(documents: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def readme_block(documents: Sequence[dict[str, Any]]) -> str:
     """The short tables between the two markers of README.md, one per measured card."""
     lines: list[str] = []
-    for _, document in documents:
+    for document in documents:
         name = document["gpu_short"]
         rows = [
             row
@@ -249,7 +274,7 @@ def update_readme(root: Path) -> Path | None:
     if begin < 0 or end < begin:
         return None
     paths = sorted((root / "docs" / "data").glob("bench_*.json"))
-    documents = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    documents = [read_gpu_document(path) for path in paths]
     text = text[:begin] + readme_block(documents) + text[end + len(README_END) :]
     readme.write_text(text, encoding="utf-8")
     return readme
@@ -267,8 +292,12 @@ def chart(document: dict[str, Any]) -> str:
 
 
 def write_report(root: Path, source: Path) -> list[Path]:
-    """Write the report of ``source`` (bench.py's JSON) below ``root``; returns the files."""
-    document = json.loads(source.read_text(encoding="utf-8"))
+    """Write the report of ``source`` (bench.py's JSON) below ``root``; returns the files.
+
+    Raises:
+        ValueError: ``source`` is no measurement of a GPU.
+    """
+    document = read_gpu_document(source)
     name = document["gpu_short"]
     chart_path = root / "docs" / "assets" / f"bench_{name.lower()}.svg"
     chart_path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
 
 [[ "$(uname -s)" == Linux ]] || fail "flash-kda runs on Linux only"
+if [[ -n "${FLASH_KDA_CUDA_ARCHS+set}" && -z "${FLASH_KDA_CUDA_ARCHS//[[:space:],]/}" ]]; then
+  fail "FLASH_KDA_CUDA_ARCHS is empty: name targets such as 90a,100a, or unset it"
+fi
+require_writable .venv build
 require_compiler
 base=$(require_python)
-
-say "Virtual environment .venv ($("$base" --version))"
 make_venv "$base" .venv
 python=$PWD/.venv/bin/python
 

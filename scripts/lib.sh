@@ -1,5 +1,6 @@
-# Shared by scripts/demo.sh and tests/test.sh: choose a Python, make a virtual environment, and
-# keep pip from downloading gigabytes of torch where a small build, or one already there, will do.
+# Shared by the scripts of scripts/ and tests/, which source it in the checkout's root: choose a
+# Python, make a virtual environment, and keep pip from downloading gigabytes of torch where a small
+# build, or one already there, will do.
 
 say() { printf '\n==> %s\n' "$*"; }
 fail() {
@@ -7,22 +8,38 @@ fail() {
   exit 1
 }
 
-# Prints the first Python >= 3.10 that can make virtual environments ($PYTHON first).
-find_python() {
-  local candidate
-  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python; do
-    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' \
-      2>/dev/null; then
+# require_writable PATH...: those that exist must be writable; the checkout itself is always one.
+require_writable() {
+  local path
+  for path in . "$@"; do
+    if [[ -e "$path" && ! -w "$path" ]]; then
+      fail "cannot write to $(realpath "$path"): use a checkout of your own on a writable disk"
+    fi
+  done
+}
+
+# usable_python PROGRAM: is it a Python >= 3.10 that can make virtual environments?
+usable_python() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
+
+# Prints the Python to use. $PYTHON, when it is set, is used whatever else there is.
+require_python() {
+  local needed="Python 3.10 or newer with venv" candidate
+  local -r debian="(Debian, Ubuntu: apt-get install python3-venv)"
+  if [[ -n "${PYTHON:-}" ]]; then
+    command -v "$PYTHON" >/dev/null 2>&1 || fail "PYTHON is $PYTHON, which is not a program"
+    usable_python "$PYTHON" || fail "PYTHON is $PYTHON, which is not $needed $debian"
+    command -v "$PYTHON"
+    return 0
+  fi
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    if usable_python "$candidate"; then
       command -v "$candidate"
       return 0
     fi
   done
-  return 1
-}
-
-require_python() {
-  find_python || fail "needs Python 3.10 or newer with venv (Debian, Ubuntu: apt-get install" \
-    "python3-venv), or set PYTHON to one"
+  fail "needs $needed $debian, or set PYTHON to one"
 }
 
 # $CXX, when it is set, is what the build uses, whatever else there is.
@@ -48,17 +65,22 @@ raise SystemExit((int(major), int(minor)) < (2, 4))' 2>/dev/null
 
 # make_venv PYTHON FOLDER: makes it unless it is there and works; sees PYTHON's torch if it has one.
 make_venv() {
-  if "$2/bin/python" -c 'import pip' 2>/dev/null; then return 0; fi
-  local flags=(--clear)
-  if has_torch "$1"; then flags+=(--system-site-packages); fi
-  "$1" -m venv "${flags[@]}" "$2" || fail "could not make a virtual environment in $2"
+  local state="already there, used as it is"
+  if ! "$2/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    local flags=(--clear)
+    if has_torch "$1"; then flags+=(--system-site-packages); fi
+    "$1" -m venv "${flags[@]}" "$2" || fail "could not make a virtual environment in $2"
+    state="new"
+  fi
+  say "Virtual environment $2: $("$2/bin/python" --version), $state"
 }
 
 # choose_torch PYTHON TARGETS: sets what pip reads to decide which torch to install, if any.
 # A PIP_CONSTRAINT that is already set wins; with a GPU (TARGETS not empty) pip takes the newest.
 choose_torch() {
   if has_torch "$1" || [[ -n "${PIP_CONSTRAINT:-}" || -n "$2" ]]; then return 0; fi
-  export PIP_CONSTRAINT="$PWD/requirements/constraints.txt"
+  # Relative: pip takes a blank in this variable for the gap between two files.
+  export PIP_CONSTRAINT=requirements/constraints.txt
   # PyPI's torch is a CUDA build. Where pip has no sources of its own configured, prefer torch's
   # CPU build, if its index can be reached.
   local index=https://download.pytorch.org/whl/cpu settings

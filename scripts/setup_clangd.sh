@@ -10,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
 
+require_writable build .clangd
 if [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then PYTHON=$PWD/.venv/bin/python; fi
 python=$(require_python)
 headers=$PWD/build/clangd

@@ -30,12 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run the tests marked slow, too")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU and the built package")
-    config.addinivalue_line("markers", "cuda: a gpu test that cannot run on the CPU path either")
-    config.addinivalue_line("markers", "slow: takes minutes or much memory; needs --runslow")
-
-
 def pytest_report_header() -> str:
     where = Path(flash_kda.__file__).parent
     return f"flash_kda {flash_kda.__version__} in {where}, test seed {cases.BASE_SEED}"

@@ -14,10 +14,15 @@ source scripts/lib.sh
 
 if [[ -n "${FLASH_KDA_TEST_PYTHON:-}" ]]; then
   python=$FLASH_KDA_TEST_PYTHON
-  "$python" -c 'import pytest, torch' || fail "$python needs pytest, torch and flash-kda installed"
+  command -v "$python" >/dev/null 2>&1 ||
+    fail "FLASH_KDA_TEST_PYTHON is $python, which is not a program"
+  reason=$("$python" -c 'import pytest, torch' 2>&1) ||
+    fail "FLASH_KDA_TEST_PYTHON is $python, which needs pytest, torch and flash-kda installed" \
+      "(${reason##*$'\n'})"
   exec "$python" -m pytest "$@"
 fi
 
+require_writable build
 require_compiler
 base=$(require_python)
 environment=$PWD/build/test-venv

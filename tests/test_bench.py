@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,64 @@ def test_failing_case_does_not_stop_the_run(
 def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([*QUICK, "--cases", "nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
-    for options in (["--iters", "0"], ["--resume"], ["--states", "fp8"]):
-        with pytest.raises(SystemExit):
+    for options in (
+        ["--iters", "0"],
+        ["--resume"],
+        ["--states", "fp8"],
+        ["--device", "tpu"],
+        ["--device", "cuda:9999"],
+    ):
+        with pytest.raises(SystemExit) as stopped:
             bench.main(options)
+        assert stopped.value.code == 2
+
+
+def test_unknown_path_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Launcher:
+        def path_id(self, name: str) -> int:
+            raise ValueError(f"FLASH_KDA_PATH: got {name!r}")
+
+    monkeypatch.setattr(bench.abi, "launcher_or_none", Launcher)
+    monkeypatch.setenv("FLASH_KDA_PATH", "nonsense")
+    assert bench.main([*QUICK, "--cases", "n1_h1_t4"]) == 2
+    assert capsys.readouterr().err == "bench.py: FLASH_KDA_PATH: got 'nonsense'\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (None, "cannot read"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[]", "holds no measurements"),
+        (b'{"rows": []}', "holds no measurements"),
+        (b'{"rows": [], "settings": {}, "gpu_short": "CPU"}', "measured on a CPU"),
+    ],
+)
+def test_report_of_an_unusable_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    word: str,
+) -> None:
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    path = tmp_path / "in.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert bench.main(["--report", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line and word in line
+    assert sorted(tmp_path.iterdir()) == ([path] if content is not None else [])
+
+
+def test_json_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    options = ["--cases", "n1_h1_t4", "--json", str(tmp_path / "file" / "out.json")]
+    assert bench.main([*QUICK, *options]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def row(case: str, ms: float | None, fla: float | None, states: str = "fp32") -> dict[str, Any]:
@@ -204,6 +260,14 @@ def test_report_of_another_card_cites_no_v1(tmp_path: Path) -> None:
     assert "Over FLA" in text
 
 
-def test_readme_of_this_repository_has_the_markers() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text.index(bench_report.README_BEGIN) < text.index(bench_report.README_END)
+def test_reports_of_this_repository_are_as_bench_writes_them(tmp_path: Path) -> None:
+    """So that --report changes nothing until the measurements do."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    if (ROOT / "docs" / "data").exists():
+        shutil.copytree(ROOT / "docs" / "data", tmp_path / "docs" / "data")
+    written = [bench_report.update_readme(tmp_path)]
+    for source in sorted((tmp_path / "docs" / "data").glob("bench_*.json")):
+        written += bench_report.write_report(tmp_path, source)
+    for path in written:
+        assert path is not None
+        assert path.read_bytes() == (ROOT / path.relative_to(tmp_path)).read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flash_kda
-from flash_kda import __main__, abi, demo, doctor, driver, manifest
+from flash_kda import __main__, abi, demo, doctor, driver, loader, manifest
 
 PACKAGE = Path(flash_kda.__file__).parent
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -81,7 +83,7 @@ class Machine:
 
     def _driver_version(self) -> tuple[int, int]:
         if self.cuda is None:
-            raise driver.DriverUnavailable("libcuda.so.1: cannot open")
+            raise driver.DriverUnavailable("no NVIDIA driver: libcuda.so.1: cannot open")
         return self.cuda
 
     def _devices(self) -> list[driver.DeviceInfo]:
@@ -105,6 +107,7 @@ def test_intact_without_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]
     assert (status, report["status"], report["problems"]) == (0, "ok", [])
     assert report["driver"]["cuda"] is None
     assert "CPU tensors" in report["driver"]["error"]
+    assert report["driver"]["error"].count("no NVIDIA driver") == 1
     assert report["gpus"] == []
     assert [cubin["target"] for cubin in report["install"]["cubins"]] == ["90a", "100a"]
     assert all(cubin["ok"] for cubin in report["install"]["cubins"])
@@ -188,6 +191,28 @@ def test_forced_path(
     status, report = run_doctor(capsys)
     assert status == 1
     assert "nonsense" in report["gpus"][0]["error"]
+    assert len(report["problems"]) == 1
+
+
+def test_overrides_are_checked_without_gpu(
+    machine: Machine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine.cuda = None
+    monkeypatch.setenv("FLASH_KDA_PATH", "nonsense")
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(tmp_path / "none.cubin"))
+    status, report = run_doctor(capsys)
+    assert (status, report["status"]) == (1, "broken")
+    path, cubin = report["problems"]
+    assert "FLASH_KDA_PATH: got 'nonsense'" in path
+    assert "none.cubin" in cubin and "No such file" in cubin
+    (tmp_path / "none.cubin").write_bytes(b"text")
+    assert "not a CUDA cubin" in run_doctor(capsys)[1]["problems"][1]
+    monkeypatch.setattr(loader, "read_selected", lambda selection: b"")
+    monkeypatch.setenv("FLASH_KDA_PATH", "portable_v64")
+    assert run_doctor(capsys)[1]["problems"] == []
 
 
 # The same in a process of its own, over a copy of the package that is then damaged.
@@ -234,6 +259,33 @@ def test_built_package_is_intact(built: Path) -> None:
     assert (status, report["problems"], report["status"]) == (0, [], "ok")
     assert report["install"]["launcher"]["ok"] and report["install"]["launcher"]["paths"]
     assert doctor_process(built, "--require-gpu")[0] == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_text_that_the_terminal_cannot_show(tmp_path: Path, options: list[str]) -> None:
+    package = copy_package(tmp_path / "Größe")
+    variables: dict[bytes, bytes] = {
+        b"FLASH_KDA_CUBIN": os.fsencode(tmp_path) + b"/\xff.cubin",
+        b"FLA_FLASH_KDA": b"\xfe",
+        b"PYTHONIOENCODING": b"ascii",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_kda", "doctor", *options],
+        cwd=package.parent,
+        env={**os.environb, **{os.fsencode(k): os.fsencode(v) for k, v in NO_GPU.items()}}
+        | variables,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, b"")
+    text = done.stdout.decode("ascii")
+    if options:
+        environment = json.loads(text)["environment"]
+        assert environment["FLA_FLASH_KDA"] == "\\xfe"
+        assert environment["FLASH_KDA_CUBIN"].endswith("/\\xff.cubin")
+    else:
+        assert "FLA_FLASH_KDA=\\xfe" in text
+        assert "Gr\\xf6\\xdfe" in text
 
 
 def test_truncated_cubin(built: Path) -> None:
@@ -299,6 +351,67 @@ def test_demo_reports_loader_errors(
     monkeypatch.setattr(demo.ops, "fwd", fail)
     assert __main__.main(["demo", "--device", "cpu"]) == 1
     assert "NoCubinError: no kernels for it" in capsys.readouterr().out
+
+
+def test_demo_refuses_unknown_path(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**arguments: Any) -> None:
+        raise ValueError("FLASH_KDA_PATH: got 'nonsense'\nmore")
+
+    monkeypatch.setattr(demo.ops, "fwd", fail)
+    assert __main__.main(["demo", "--device", "cpu"]) == 2
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "ValueError: FLASH_KDA_PATH: got 'nonsense'"
+
+
+def test_demo_reports_too_little_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(demo, "_inputs", fail)
+    assert __main__.main(["demo", "--device", "cpu"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "tpu"], ("'tpu'", "cuda:<index>")),
+        (["--device", "cuda:-1"], ("'cuda:-1'", "cuda:<index>")),
+        (["--device", "cuda:9999"], ("'cuda:9999'",)),
+        (["--device", ""], ("''",)),
+        (["--heads", "0"], ("--heads", "'0'")),
+        (["--heads", "-3"], ("--heads", "'-3'")),
+        (["--heads", "2.5"], ("--heads", "'2.5'")),
+        (["--heads", "99999999999"], ("--heads", "1024")),
+        (["--seed", "-1"], ("--seed", "'-1'")),
+        (["--seed", str(2**64)], ("--seed",)),
+    ],
+)
+def test_demo_checks_its_options(
+    options: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["demo", *options])
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert all(word in last for word in words)
+
+
+def test_devices_that_a_command_line_may_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for text in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        assert demo.device_argument(text) == torch.device(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="cuda:0 to cuda:1"):
+        demo.device_argument("cuda:2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for text in ("cuda", "cuda:0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="torch"):
+            demo.device_argument(text)
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nonsense"]])

@@ -127,7 +127,7 @@ def test_loads_the_exact_target(machine: Machine) -> None:
 
 
 def test_no_driver_is_said_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.version = driver.DriverUnavailable("libcuda.so.1: cannot open shared object file")
+    machine.version = driver.DriverUnavailable("no NVIDIA driver: libcuda.so.1: cannot open")
     (machine.folder / "manifest.json").unlink()
     monkeypatch.setenv("FLASH_KDA_CUBIN", "/nowhere")
     machine.gpus[0] = machine.gpus[0]._replace(capability=(7, 0))
@@ -135,6 +135,7 @@ def test_no_driver_is_said_first(machine: Machine, monkeypatch: pytest.MonkeyPat
         errors.DriverNotFoundError, "no NVIDIA driver", "libcuda.so.1", "CPU tensors still work"
     )
     assert isinstance(error.__cause__, driver.DriverUnavailable)
+    assert str(error).count("no NVIDIA driver") == 1
 
 
 def test_a_driver_that_does_not_answer(machine: Machine) -> None:
@@ -225,9 +226,9 @@ def test_gpus_below_hopper(machine: Machine, capability: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     ("capability", "archs"),
     [
-        ((10, 3), "FLASH_KDA_CUDA_ARCHS=103a pip install"),
-        ((12, 0), "FLASH_KDA_CUDA_ARCHS=120a pip install"),
-        ((10, 7), "FLASH_KDA_CUDA_ARCHS=100f pip install"),
+        ((10, 3), "FLASH_KDA_CUDA_ARCHS=103a pip install --force-reinstall --no-deps . "),
+        ((12, 0), "FLASH_KDA_CUDA_ARCHS=120a pip install --force-reinstall --no-deps . "),
+        ((10, 7), "FLASH_KDA_CUDA_ARCHS=100f pip install --force-reinstall --no-deps . "),
         ((14, 0), "has no target for it, whatever FLASH_KDA_CUDA_ARCHS says"),
     ],
 )
@@ -254,10 +255,11 @@ def test_family_targets(machine: Machine) -> None:
 # --- the installation ---------------------------------------------------------------------------
 
 
+REINSTALL = "pip install --force-reinstall --no-deps . in a checkout"
+
+
 def broken(machine: Machine, *parts: str) -> None:
-    machine.error(
-        errors.BrokenInstallError, "File: ", "Expected: ", "Found: ", "pip install", *parts
-    )
+    machine.error(errors.BrokenInstallError, "File: ", "Expected: ", "Found: ", REINSTALL, *parts)
 
 
 def test_no_manifest(machine: Machine) -> None:
