@@ -6,12 +6,13 @@ import dataclasses
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import cache, compile, cutlass, launcher, toolkit
-from .common import CSRC, BuildError, csrc_hash, hash_bytes, package_module
+from .common import CSRC, PACKAGE, BuildError, csrc_hash, hash_bytes, package_module
 
 MANIFEST_SCHEMA = 1
 
@@ -65,7 +66,8 @@ def build(
     are removed, and the manifest comes last.
 
     Raises:
-        BuildError: see ``compile.compile_targets`` and ``launcher.build``.
+        BuildError: a file cannot be written; see ``compile.compile_targets`` and
+            ``launcher.build`` for the others.
     """
     if not sys.platform.startswith("linux"):
         raise BuildError(f"flash-kda runs on Linux only, this is {sys.platform}")
@@ -85,27 +87,52 @@ def build(
     report("linking the launcher")
     library = launcher.build(tools.include_dirs[0], csrc, environ)
 
-    manifest_file = package / "manifest.json"
-    manifest_file.unlink(missing_ok=True)
-    library_entry = _write(package, f"lib/{launcher.FILE_NAME}", library)
-    cubin_entries = []
-    for cubin in cubins:
-        entry = _write(package, f"cubin/{cubin.file_name}", cubin.data)
-        kernels = [dataclasses.asdict(kernel) for kernel in cubin.kernels]
-        cubin_entries.append({"target": cubin.target, **entry, "kernels": kernels})
-    _remove_others(package / "cubin", {cubin.file_name for cubin in cubins})
-    manifest = {
+    manifest: dict[str, Any] = {
         "schema": MANIFEST_SCHEMA,
         "package_version": package_module("_version").__version__,
         "abi_version": abi,
         "compiler": {"name": "nvrtc", "version": tools.version, "cuda": tools.cuda},
         "cutlass_version": headers.version,
         "csrc_sha256": csrc_hash(csrc),
-        "launcher": library_entry,
-        "cubins": cubin_entries,
     }
-    cache.write_atomic(manifest_file, (json.dumps(manifest, indent=2) + "\n").encode())
+    try:
+        (package / "manifest.json").unlink(missing_ok=True)
+        manifest["launcher"] = _write(package, f"lib/{launcher.FILE_NAME}", library)
+        manifest["cubins"] = []
+        for cubin in cubins:
+            entry = _write(package, f"cubin/{cubin.file_name}", cubin.data)
+            kernels = [dataclasses.asdict(kernel) for kernel in cubin.kernels]
+            manifest["cubins"].append({"target": cubin.target, **entry, "kernels": kernels})
+        _remove_other_cubins(package / "cubin", {cubin.file_name for cubin in cubins})
+        _write(package, "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
+    except OSError as error:
+        raise BuildError(
+            f"cannot write into {package} ({error.strerror or error}: {error.filename}): free that "
+            "place, or make the folder writable"
+        ) from None
     return manifest
+
+
+def check_wheel(wheel: Path, targets: Sequence[str]) -> None:
+    """Refuse a finished wheel whose kernels are not those asked for, whatever mixed them up.
+
+    Raises:
+        BuildError: other targets, or a file that is not the one in its manifest.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        manifest = json.loads(archive.read(f"{PACKAGE.name}/manifest.json"))
+        entries = [manifest["launcher"], *manifest["cubins"]]
+        present = {name for name in archive.namelist() if name.endswith((".cubin", ".so"))}
+        intact = present == {f"{PACKAGE.name}/{entry['file']}" for entry in entries} and all(
+            hash_bytes(archive.read(f"{PACKAGE.name}/{entry['file']}")) == entry["sha256"]
+            for entry in entries
+        )
+    found = [entry["target"] for entry in manifest["cubins"]]
+    if not intact or found != list(targets):
+        raise BuildError(
+            f"the wheel holds {', '.join(found)}{'' if intact else ' with altered files'} where "
+            f"{', '.join(targets)} was asked: something else wrote into this checkout, build again"
+        )
 
 
 def copy_generated(source: Path, package: Path) -> None:
@@ -117,7 +144,8 @@ def copy_generated(source: Path, package: Path) -> None:
             files = [path for path in (source / folder).iterdir() if path.is_file()]
             for path in files:
                 _write(package, f"{folder}/{path.name}", path.read_bytes())
-            _remove_others(package / folder, {path.name for path in files})
+            if folder == "cubin":
+                _remove_other_cubins(package / folder, {path.name for path in files})
         cache.write_atomic(package / "manifest.json", (source / "manifest.json").read_bytes())
     except OSError:
         pass
@@ -130,7 +158,7 @@ def _write(package: Path, name: str, data: bytes) -> dict[str, Any]:
     return {"file": name, "sha256": hash_bytes(data), "size": len(data)}
 
 
-def _remove_others(folder: Path, keep: Iterable[str]) -> None:
-    for path in folder.iterdir():
-        if path.name not in keep:
+def _remove_other_cubins(folder: Path, keep: Iterable[str]) -> None:
+    for path in folder.glob("flash_kda.*.cubin"):
+        if path.name not in keep and path.is_file():
             path.unlink()

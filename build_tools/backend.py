@@ -13,16 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from setuptools import build_meta
-from setuptools.build_meta import (
-    build_editable,
-    build_sdist,
-    build_wheel,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
 
 from . import assemble, cutlass, launcher, toolkit
-from .commands import one_line_errors
+from .commands import one_line_errors, prepare
 
 __all__ = [
     "build_editable",
@@ -53,12 +46,60 @@ def get_requires_for_build_editable(config_settings: Settings = None) -> list[st
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
     """What setuptools needs, and CUTLASS (headers only) when the checkout has no submodule."""
     with one_line_errors():
+        prepare()
         headers = cutlass.missing_requirements()
     return [*build_meta.get_requires_for_build_sdist(config_settings), *headers]
 
 
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    """setuptools' hook; one build at a time in a checkout."""
+    with one_line_errors():
+        prepare()
+    name: str = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    return name
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    """setuptools' hook; one build at a time in a checkout."""
+    with one_line_errors():
+        prepare()
+    name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    return name
+
+
+def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
+    """setuptools' hook; one build at a time in a checkout."""
+    with one_line_errors():
+        prepare()
+    name: str = build_meta.build_sdist(sdist_directory, config_settings)
+    return name
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    """setuptools' hook; one build at a time in a checkout."""
+    with one_line_errors():
+        prepare()
+    name: str = build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+    return name
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Any = None
+) -> str:
+    """setuptools' hook; one build at a time in a checkout."""
+    with one_line_errors():
+        prepare()
+    name: str = build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+    return name
+
+
 def _missing() -> list[str]:
     with one_line_errors():
+        prepare()
         assemble.requested_targets()
         launcher.find_compiler()
         cuda = toolkit.requested_cuda()

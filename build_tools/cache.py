@@ -9,14 +9,16 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .common import ROOT, BuildError, hash_bytes
+from .common import ROOT, BuildError, hash_bytes, package_module, user_path
 
 _VARIABLE = "FLASH_KDA_CUBIN_CACHE"
+_LARGEST_ENTRY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def directory(environ: Mapping[str, str] = os.environ) -> Path:
     The latter survives ``pip install .``, which builds in the checkout itself.
     """
     named = environ.get(_VARIABLE, "").strip()
-    return Path(named).expanduser() if named else ROOT / "build" / "cubin-cache"
+    return user_path(_VARIABLE, named) if named else ROOT / "build" / "cubin-cache"
 
 
 def key(parts: Mapping[str, object]) -> str:
@@ -43,12 +45,15 @@ def key(parts: Mapping[str, object]) -> str:
 
 def load(cache: Path, name: str) -> Compiled | None:
     """The entry, or None when it is absent or damaged (then it is simply compiled again)."""
+    read_regular = package_module("manifest").read_regular
     try:
-        entry = json.loads((cache / f"{name}.json").read_text(encoding="utf-8"))
-        cubin = base64.b85decode(entry["cubin"])
-        return Compiled(cubin, entry["log"]) if hash_bytes(cubin) == entry["sha256"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        entry = json.loads(read_regular(cache / f"{name}.json", _LARGEST_ENTRY))
+        found = Compiled(base64.b85decode(entry["cubin"]), entry["log"])
+        intact = entry["sha256"] == _digest(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    # What was hashed may itself have been nonsense.
+    return found if intact and found.log and found.cubin.startswith(b"\x7fELF") else None
 
 
 def store(cache: Path, name: str, compiled: Compiled) -> None:
@@ -58,18 +63,25 @@ def store(cache: Path, name: str, compiled: Compiled) -> None:
         BuildError: the folder cannot be written.
     """
     entry = {
-        "sha256": hash_bytes(compiled.cubin),
+        "sha256": _digest(compiled),
         "log": compiled.log,
         "cubin": base64.b85encode(compiled.cubin).decode(),
     }
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        write_atomic(cache / f"{name}.json", json.dumps(entry).encode())
+        file = cache / f"{name}.json"
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)  # no build made it, and no file can replace it
+        write_atomic(file, json.dumps(entry).encode())
     except OSError as error:
         raise BuildError(
             f"cannot write the cubin cache {cache} ({error.strerror}): set {_VARIABLE} to a "
             "folder that can be written"
         ) from None
+
+
+def _digest(compiled: Compiled) -> str:
+    return hash_bytes(hash_bytes(compiled.cubin).encode() + compiled.log.encode())
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -28,13 +28,31 @@ def package_module(name: str) -> types.ModuleType:
     The package's ``__init__`` imports torch, which need not be there at build time. The alias
     package has the same directory as its path, so relative imports between torch-free modules
     keep working.
+
+    Raises:
+        BuildError: there is no such file.
     """
     if _ALIAS not in sys.modules:
         package = types.ModuleType(_ALIAS)
         package.__path__ = [str(PACKAGE)]
         package.__spec__ = importlib.machinery.ModuleSpec(_ALIAS, None, is_package=True)
         sys.modules[_ALIAS] = package
+    require_file(PACKAGE / f"{name}.py")
     return importlib.import_module(f"{_ALIAS}.{name}")
+
+
+def user_path(variable: str, text: str) -> Path:
+    """A path that an environment variable names, in which ``~`` may stand for a home directory.
+
+    Raises:
+        BuildError: it names a user who has none.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise BuildError(
+            f"{variable} is {text}, which names no home directory: correct it"
+        ) from None
 
 
 def source_files(directory: Path) -> list[Path]:

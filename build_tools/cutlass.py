@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .common import ROOT, BuildError, hash_files
+from .common import ROOT, BuildError, hash_files, user_path
 
 REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 HEADER_FOLDERS = ("cute", "cutlass")
+_HEADERS = frozenset({".h", ".hpp", ".hxx", ".cuh", ".inl"})
 _VARIABLE = "FLASH_KDA_CUTLASS_DIR"
 _VERSION_HEADER = Path("cutlass") / "version.h"
 
@@ -26,7 +27,8 @@ class Cutlass:
 
     def tree_hash(self) -> str:
         """A hash over all headers, so that an edited tree is never taken for the released one."""
-        files = sorted(p for d in HEADER_FOLDERS for p in (self.include / d).rglob("*.h*"))
+        found = (p for d in HEADER_FOLDERS for p in (self.include / d).rglob("*.*"))
+        files = sorted(p for p in found if p.suffix in _HEADERS and p.is_file())
         return hash_files(files, self.include)
 
 
@@ -40,7 +42,8 @@ def locate(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Cutlas
     """
     named = environ.get(_VARIABLE, "").strip()
     if named:
-        for candidate in (Path(named).expanduser() / "include", Path(named).expanduser()):
+        folder = user_path(_VARIABLE, named)
+        for candidate in (folder / "include", folder):
             if (candidate / _VERSION_HEADER).is_file():
                 return _describe(candidate)
         raise BuildError(

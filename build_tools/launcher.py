@@ -40,10 +40,11 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The C++ compiler's command: ``$CXX`` (which may carry arguments), else g++, c++ or clang++.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is none, or CXX or CXXFLAGS cannot be read.
     """
     path = environ.get("PATH")
-    named = shlex.split(environ.get("CXX", ""))
+    named = _words("CXX", environ)
+    _words("CXXFLAGS", environ)  # told with the rest, before anything is compiled
     if named:
         if shutil.which(named[0], path=path) is None:
             raise BuildError(f"CXX is {named[0]}, which is not a program on PATH: correct it")
@@ -55,6 +56,14 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> list[str]:
         "no C++ compiler was found: install one (Debian, Ubuntu: apt-get install g++; Fedora: "
         "dnf install gcc-c++) or set CXX"
     )
+
+
+def _words(variable: str, environ: Mapping[str, str]) -> list[str]:
+    text = environ.get(variable, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"{variable} is {text!r} ({error}): correct its quotes") from None
 
 
 def abi_version(csrc: Path = CSRC) -> int:
@@ -91,9 +100,10 @@ def build(cuda_include: Path, csrc: Path = CSRC, environ: Mapping[str, str] = os
         command = [
             *compiler,
             *_FLAGS,
-            *shlex.split(environ.get("CXXFLAGS", "")),
+            *_words("CXXFLAGS", environ),
             f"-Wl,-soname,{FILE_NAME}",
-            f"-Wl,--version-script={exports}",
+            # Not -Wl, which takes a comma in the path for its end.
+            *("-Xlinker", f"--version-script={exports}"),
             f"-I{csrc}",
             "-isystem",
             str(cuda_include),
@@ -102,13 +112,19 @@ def build(cuda_include: Path, csrc: Path = CSRC, environ: Mapping[str, str] = os
             str(output),
             "-ldl",  # a library of its own before glibc 2.34
         ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=dict(environ)
-        )
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=dict(environ)
+            )
+        except OSError as error:
+            raise BuildError(f"cannot run {compiler[0]} ({error.strerror}): correct CXX") from None
         if done.returncode != 0:
             print(done.stdout + done.stderr, file=sys.stderr)
             raise BuildError(
                 f"{compiler[0]} could not build the launcher from csrc/host (status "
                 f"{done.returncode}); its messages are above"
             )
-        return output.read_bytes()
+        library = output.read_bytes() if output.is_file() else b""
+    if not library.startswith(b"\x7fELF"):
+        raise BuildError(f"{compiler[0]} made no library, though it ended well: correct CXX")
+    return library

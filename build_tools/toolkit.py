@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .common import BuildError, hash_bytes, package_module
+from .common import BuildError, hash_bytes, package_module, user_path
 
 DEFAULT_CUDA = "12.9"
 
@@ -85,7 +85,9 @@ def locate(cuda: str | None = None, environ: Mapping[str, str] = os.environ) -> 
     """
     cuda = requested_cuda(environ if cuda is None else {"FLASH_KDA_CUDA": cuda})
     home = environ.get("FLASH_KDA_CUDA_HOME", "").strip()
-    return _from_home(Path(home), cuda) if home else _from_packages(cuda)
+    return (
+        _from_home(user_path("FLASH_KDA_CUDA_HOME", home), cuda) if home else _from_packages(cuda)
+    )
 
 
 def missing_requirements(cuda: str, environ: Mapping[str, str] = os.environ) -> list[str]:

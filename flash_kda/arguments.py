@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import cpu, overlap
 from .layout import (
@@ -31,6 +32,7 @@ from .layout import (
     V,
     build,
     refuse,
+    shown,
 )
 
 _FP32_MAX = 3.4028234663852886e38
@@ -82,26 +84,29 @@ def check(
         TypeError: a wrong Python type or dtype.
         ValueError: any other misuse. Both name the argument, what it got and what it needs.
     """
-    # Written out, not looped: this part decides what a call costs on the host. Only tensors that
-    # may be fp32 with any stride can be lazily negated (the imaginary part of a conjugate).
+    # Written out, not looped: this part decides what a call costs on the host.
     try:
         key: Any = (
             q.shape,
             q.stride(),
             q.dtype,
             q.device,
+            q.is_neg(),
             k.shape,
             k.stride(),
             k.dtype,
             k.device,
+            k.is_neg(),
             v.shape,
             v.stride(),
             v.dtype,
             v.device,
+            v.is_neg(),
             g.shape,
             g.stride(),
             g.dtype,
             g.device,
+            g.is_neg(),
             beta.shape,
             beta.stride(),
             beta.dtype,
@@ -111,11 +116,40 @@ def check(
             out.stride(),
             out.dtype,
             out.device,
-            None if A_log is None else (_metadata(A_log), A_log.is_neg()),
-            None if dt_bias is None else (_metadata(dt_bias), dt_bias.is_neg()),
-            None if initial_state is None else _metadata(initial_state),
-            None if final_state is None else _metadata(final_state),
-            None if cu_seqlens is None else _metadata(cu_seqlens),
+            out.is_neg(),
+            None
+            if A_log is None
+            else (A_log.shape, A_log.stride(), A_log.dtype, A_log.device, A_log.is_neg()),
+            None
+            if dt_bias is None
+            else (dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.device, dt_bias.is_neg()),
+            None
+            if initial_state is None
+            else (
+                initial_state.shape,
+                initial_state.stride(),
+                initial_state.dtype,
+                initial_state.device,
+                initial_state.is_neg(),
+            ),
+            None
+            if final_state is None
+            else (
+                final_state.shape,
+                final_state.stride(),
+                final_state.dtype,
+                final_state.device,
+                final_state.is_neg(),
+            ),
+            None
+            if cu_seqlens is None
+            else (
+                cu_seqlens.shape,
+                cu_seqlens.stride(),
+                cu_seqlens.dtype,
+                cu_seqlens.device,
+                cu_seqlens.is_neg(),
+            ),
             None if state_indices is None else _metadata(state_indices),
             None if checkpoint_offsets is None else _metadata(checkpoint_offsets),
             None if checkpoint_states is None else _metadata(checkpoint_states),
@@ -154,6 +188,8 @@ def check(
         lower_bound = _lower_bound(lower_bound)
     if torch.is_grad_enabled():
         _check_gradients(tensors)
+    if forward_ad._current_level >= 0:
+        _check_tangents(tensors)
 
     try:
         pointers = (
@@ -203,13 +239,15 @@ def check_workspace_size(workspace: Tensor, needed: int, layout: Layout) -> None
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    # A tensor can be lazily negated (the imaginary part of a conjugate is); dtypes rule out
+    # lazily conjugated ones.
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
 
 
 def _scale(value: object) -> float:
     number = _number("scale", value)
     if not -_FP32_MAX <= number <= _FP32_MAX:
-        raise ValueError(refuse("scale", repr(value), "a finite number within the range of fp32"))
+        raise ValueError(refuse("scale", shown(value), "a finite number within the range of fp32"))
     return number
 
 
@@ -225,7 +263,7 @@ def _lower_bound(value: object) -> float:
         )
     number = _number("lower_bound", value)
     if not _LOWEST_BOUND <= number <= 0.0:
-        raise ValueError(refuse("lower_bound", repr(value), "a float in [-5, 0]"))
+        raise ValueError(refuse("lower_bound", shown(value), "a float in [-5, 0]"))
     return number
 
 
@@ -239,14 +277,21 @@ def _number(name: str, value: object) -> float:
         if value.dim() or value.dtype == torch.bool or value.is_complex() or value.is_quantized:
             got = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
             raise TypeError(refuse(name, got, f"{needs} or a 0-dimensional real CPU tensor"))
-        return float(value.item())
+        try:
+            return float(value.item())
+        except Exception as error:
+            got = f"a {type(value).__name__} without a value (fake, traced or transformed)"
+            raise TypeError(refuse(name, got, needs)) from error
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        got = "None" if value is None else f"{value!r} of type {type(value).__name__}"
+        got = "None" if value is None else f"{shown(value)} of type {type(value).__name__}"
         raise TypeError(refuse(name, got, needs))
     try:
         return float(value)
     except OverflowError:
         return math.inf  # beyond every limit, whatever its sign
+    except Exception as error:
+        got = f"a value of type {type(value).__name__} that float() cannot convert"
+        raise TypeError(refuse(name, got, needs)) from error
 
 
 def _check_gradients(tensors: Tensors) -> None:
@@ -258,6 +303,19 @@ def _check_gradients(tensors: Tensors) -> None:
                     "a tensor that requires grad, with grad mode on",
                     "torch.no_grad() or torch.inference_mode() around the call, or a detached "
                     "tensor: flash_kda is forward only",
+                )
+            )
+
+
+def _check_tangents(tensors: Tensors) -> None:
+    for name, tensor in zip(NAMES, tensors, strict=True):
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                refuse(
+                    name,
+                    "a dual tensor of forward-mode differentiation",
+                    "its primal (torch.autograd.forward_ad.unpack_dual): flash_kda computes no "
+                    "tangents",
                 )
             )
 

@@ -1,7 +1,8 @@
-"""The CPU path of fwd, around reference.chunkwise_kda, and checks of values only it can read."""
+"""The CPU path of fwd, around reference.chunkwise_spans, and checks of values only it can read."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from .layout import (
     CU_SEQLENS,
     DT_BIAS,
     FINAL,
-    HEAD_DIM,
     INITIAL,
     OUT,
     STATE_INDICES,
@@ -28,7 +28,7 @@ from .layout import (
     V,
     refuse,
 )
-from .reference import chunkwise_kda
+from .reference import chunkwise_spans
 
 CHECKPOINT_STEP = 16
 """Checkpoints lie at multiples of this from their sequence's start, or at its end."""
@@ -36,6 +36,9 @@ CHECKPOINT_STEP = 16
 
 def check_values(layout: Layout, tensors: Tensors) -> None:
     """Refuse indices and offsets that name nothing; reads their values, so CPU tensors only."""
+    if not torch.compiler.is_compiling() and type(torch.empty(0, device="cpu")) is not Tensor:
+        needs = "a call outside of FakeTensorMode and other modes that replace tensors"
+        raise ValueError(refuse("q", "a real tensor where torch makes others", needs))
     cu_seqlens = tensors[CU_SEQLENS]
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, layout.tokens)
@@ -48,35 +51,26 @@ def check_values(layout: Layout, tensors: Tensors) -> None:
 class _Call(NamedTuple):
     """A checked call on CPU tensors."""
 
-    layout: Layout
     tensors: Tensors
     scale: float
     lower_bound: float
     beta_is_logits: bool
 
-    def run(
-        self, rows: slice, tokens: slice, state: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """out and final states, in fp32, of a part of the batch."""
-        q, k, v, g, beta = (
-            x[rows, tokens]
-            for x in (self.tensors[at] for at in (Q, K, V, G, BETA))
-            if x is not None
+    def run(self, spans: list[_Span], initial: Tensor | None, final: Tensor | None) -> None:
+        """Compute the rows of some sequences, and their final states if those are wanted."""
+        q, k, v, g, beta, out = (
+            x for x in (self.tensors[at] for at in (Q, K, V, G, BETA, OUT)) if x is not None
         )
-        return chunkwise_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            self.scale,
-            self.tensors[A_LOG],
-            self.tensors[DT_BIAS],
-            self.lower_bound,
-            state,
-            cu_seqlens,
+        a_log, dt_bias = self.tensors[A_LOG], self.tensors[DT_BIAS]
+        chunkwise_spans(
+            *(q, k, v, g, beta, self.scale, a_log, dt_bias, self.lower_bound),
+            *(spans, initial, out, final),
             beta_is_logits=self.beta_is_logits,
         )
+
+
+_Span = tuple[int, int]
+"""First token and end of a sequence among the tokens of all batch rows."""
 
 
 def forward(
@@ -85,77 +79,76 @@ def forward(
     """Compute the call and write its results."""
     if not layout.sequences:
         return
-    call = _Call(layout, tensors, scale, lower_bound, beta_is_logits)
+    call = _Call(tensors, scale, lower_bound, beta_is_logits)
+    spans = _spans(layout, tensors)
     initial, final, slots = tensors[INITIAL], tensors[FINAL], tensors[STATE_INDICES]
-    state = None if initial is None else _gather(initial, slots)
+    if initial is not None and slots is not None:
+        initial = _gather(initial, slots)
+    result = final
+    if slots is not None and final is not None:
+        result = torch.empty((len(spans), *final.shape[1:]))
     if tensors[CHECKPOINT_OFFSETS] is None:
-        state = _run_whole(call, state)
+        call.run(spans, initial, result)
     else:
-        state = _run_in_pieces(call, state)
-    if final is not None:
-        _scatter(final, state, slots)
+        _run_in_pieces(call, spans, initial, result)
+    if slots is not None and final is not None and result is not None:
+        _scatter(final, result, slots)
 
 
-def _run_whole(call: _Call, state: Tensor | None) -> Tensor:
-    cu_seqlens, out = call.tensors[CU_SEQLENS], call.tensors[OUT]
-    assert out is not None
-    result, state = call.run(slice(None), slice(None), state, cu_seqlens)
-    covered = slice(None)
-    if cu_seqlens is not None:
-        covered = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
-    out[:, covered] = result[:, covered].to(out.dtype)
-    return state
-
-
-def _run_in_pieces(call: _Call, state: Tensor | None) -> Tensor:
+def _run_in_pieces(
+    call: _Call, spans: list[_Span], initial: Tensor | None, final: Tensor | None
+) -> None:
     """Each sequence cut at its checkpoints, with the state carried from piece to piece."""
-    layout, out, into = call.layout, call.tensors[OUT], call.tensors[CHECKPOINT_STATES]
-    assert out is not None and into is not None
-    if state is None:
-        state = torch.zeros((layout.sequences, layout.heads, HEAD_DIM, HEAD_DIM))
-    state = state.float().clone()
-    checkpoints = _checkpoints(layout, call.tensors)
-    for sequence, (row, begin, end) in enumerate(_spans(layout, call.tensors)):
-        stops = checkpoints.get(sequence, {})
-        for first, last in pairwise(sorted({begin, end, *stops})):
-            rows, tokens = slice(row, row + 1), slice(first, last)
-            result, after = call.run(rows, tokens, state[sequence : sequence + 1], None)
-            out[rows, tokens] = result.to(out.dtype)
-            state[sequence] = after[0]
-            for checkpoint in stops.get(last, ()):
-                into[checkpoint] = after[0].to(into.dtype)
-    return state
+    into = call.tensors[CHECKPOINT_STATES]
+    assert into is not None
+    states = torch.zeros((len(spans), *into.shape[1:]))
+    if initial is not None:
+        states.copy_(initial)
+    checkpoints = _checkpoints(spans, call.tensors)
+    pieces = [
+        list(pairwise(sorted({begin, end, *checkpoints.get(sequence, {})})))
+        for sequence, (begin, end) in enumerate(spans)
+    ]
+    for turn in range(max(map(len, pieces))):
+        which = [sequence for sequence, cuts in enumerate(pieces) if turn < len(cuts)]
+        index = torch.tensor(which)
+        state = states[index]
+        call.run([pieces[sequence][turn] for sequence in which], state, state)
+        states[index] = state
+        for row, sequence in enumerate(which):
+            for checkpoint in checkpoints.get(sequence, {}).get(pieces[sequence][turn][1], ()):
+                into[checkpoint] = state[row].to(into.dtype)
+    if final is not None:
+        final.copy_(states)
 
 
-def _spans(layout: Layout, tensors: Tensors) -> list[tuple[int, int, int]]:
-    """Batch row, first token and end of each sequence."""
+def _spans(layout: Layout, tensors: Tensors) -> list[_Span]:
     cu_seqlens = tensors[CU_SEQLENS]
     if cu_seqlens is None:
-        return [(row, 0, layout.tokens) for row in range(layout.sequences)]
-    return [(0, begin, end) for begin, end in pairwise(cu_seqlens.tolist())]
+        return [(row * layout.tokens, (row + 1) * layout.tokens) for row in range(layout.sequences)]
+    return list(pairwise(cu_seqlens.tolist()))
 
 
-def _checkpoints(layout: Layout, tensors: Tensors) -> dict[int, dict[int, list[int]]]:
-    """Sequence -> token of its batch row -> checkpoints there."""
+def _sequence_of(offset: int, spans: list[_Span], ends: list[int]) -> int | None:
+    """The sequence that holds the token before ``offset``, if one does."""
+    sequence = bisect_left(ends, offset)
+    return sequence if sequence < len(spans) and spans[sequence][0] < offset else None
+
+
+def _checkpoints(spans: list[_Span], tensors: Tensors) -> dict[int, dict[int, list[int]]]:
+    """Sequence -> offset -> checkpoints there."""
     offsets = tensors[CHECKPOINT_OFFSETS]
-    if offsets is None:
-        return {}
+    assert offsets is not None
     found: dict[int, dict[int, list[int]]] = {}
-    spans = _spans(layout, tensors)
+    ends = [end for _, end in spans]
     for checkpoint, offset in enumerate(offsets.tolist()):
-        sequence = next(
-            n
-            for n, (row, begin, end) in enumerate(spans)
-            if row * layout.tokens + begin < offset <= row * layout.tokens + end
-        )
-        at = offset - spans[sequence][0] * layout.tokens
-        found.setdefault(sequence, {}).setdefault(at, []).append(checkpoint)
+        sequence = _sequence_of(offset, spans, ends)
+        assert sequence is not None
+        found.setdefault(sequence, {}).setdefault(offset, []).append(checkpoint)
     return found
 
 
-def _gather(states: Tensor, slots: Tensor | None) -> Tensor:
-    if slots is None:
-        return states
+def _gather(states: Tensor, slots: Tensor) -> Tensor:
     index = slots.long()
     found = states.new_zeros((index.numel(), *states.shape[1:]))
     used = index >= 0
@@ -163,10 +156,7 @@ def _gather(states: Tensor, slots: Tensor | None) -> Tensor:
     return found
 
 
-def _scatter(states: Tensor, values: Tensor, slots: Tensor | None) -> None:
-    if slots is None:
-        states.copy_(values)
-        return
+def _scatter(states: Tensor, values: Tensor, slots: Tensor) -> None:
     index = slots.long()
     used = index >= 0
     states[index[used]] = values[used].to(states.dtype)
@@ -180,12 +170,12 @@ def _check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
         return
     index = int(bad[0])
     value, floor = int(values[index]), int(before[index])
-    after = f", the value before it, {floor}" if index else " 0"
+    least = f"{floor}, the value before it," if index else "0"
     raise ValueError(
         refuse(
             "cu_seqlens",
             f"cu_seqlens[{index}] = {value}",
-            f"at least{after} and at most T = {tokens}",
+            f"at least {least} and at most T = {tokens}",
         )
     )
 
@@ -209,22 +199,20 @@ def _check_state_indices(tensors: Tensors) -> None:
 def _check_offsets(layout: Layout, tensors: Tensors) -> None:
     offsets = tensors[CHECKPOINT_OFFSETS]
     assert offsets is not None
-    spans = [
-        (row * layout.tokens + begin, row * layout.tokens + end)
-        for row, begin, end in _spans(layout, tensors)
-    ]
+    spans = _spans(layout, tensors)
+    ends = [end for _, end in spans]
     before = 0
     for index, offset in enumerate(offsets.tolist()):
         got = f"checkpoint_offsets[{index}] = {offset}"
         if offset < before:
             raise ValueError(refuse("checkpoint_offsets", got, f"ascending offsets, {before} here"))
         before = offset
-        inside = [(begin, end) for begin, end in spans if begin < offset <= end]
-        if not inside:
+        sequence = _sequence_of(offset, spans, ends)
+        if sequence is None:
             raise ValueError(
                 refuse("checkpoint_offsets", got, "an offset behind a token of some sequence")
             )
-        begin, end = inside[0]
+        begin, end = spans[sequence]
         if (offset - begin) % CHECKPOINT_STEP and offset != end:
             needs = (
                 f"a multiple of {CHECKPOINT_STEP} tokens from its sequence's start at {begin}, or "

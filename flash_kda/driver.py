@@ -79,7 +79,8 @@ class Driver:
         parts = []
         for function in ("cuGetErrorName", "cuGetErrorString"):
             pointer = ctypes.c_char_p()
-            known = getattr(self._library, function)(code, ctypes.byref(pointer)) == _SUCCESS
+            entry = getattr(self._library, function, None)
+            known = entry is not None and entry(code, ctypes.byref(pointer)) == _SUCCESS
             if known and pointer.value:
                 parts.append(pointer.value.decode(errors="replace"))
         return f"{': '.join(parts) or 'unknown error'} (CUresult {code})"

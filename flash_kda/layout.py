@@ -12,8 +12,9 @@ from torch import Tensor
 from . import overlap
 
 HEAD_DIM = 128
-TOKEN_LIMIT = 2**31
-"""B * T and the number of sequences stay below this."""
+TOKEN_LIMIT = 2**31 - 32
+"""The most tokens (B * T) or sequences: the kernels add up to two chunks to a 32-bit number."""
+LIMIT_TEXT = "at most 2^31 - 32"
 
 NAMES = (
     "q",
@@ -116,6 +117,16 @@ class Layout:
 def refuse(name: str, got: str, needs: str) -> str:
     """The text of an argument error."""
     return f"flash_kda.fwd: {name}: got {got}; needs {needs}"
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: whatever it is, on one line of bounded length."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, or a class that cannot be printed
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def build(tensors: Tensors) -> Layout:
@@ -244,9 +255,9 @@ def _check_q(q: Tensor) -> tuple[int, int, int]:
         )
     if heads < 1:
         raise ValueError(refuse("q", f"shape {shape}", "at least one head"))
-    if batch * tokens >= TOKEN_LIMIT or batch >= TOKEN_LIMIT:
+    if batch * tokens > TOKEN_LIMIT or batch > TOKEN_LIMIT:
         raise ValueError(
-            refuse("q", f"shape {shape}, B * T = {batch * tokens}", "B * T below 2^31")
+            refuse("q", f"shape {shape}, B * T = {batch * tokens}", f"B and B * T {LIMIT_TEXT}")
         )
     return batch, tokens, heads
 
@@ -261,9 +272,9 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> int:
             refuse("cu_seqlens", f"shape {list(cu_seqlens.shape)}", "one dimension, [N + 1]")
         )
     count = cu_seqlens.shape[0]
-    if not 1 <= count < TOKEN_LIMIT:
+    if not 0 <= count - 1 <= TOKEN_LIMIT:
         raise ValueError(
-            refuse("cu_seqlens", f"{count} entries", "N + 1 entries: at least 1, below 2^31")
+            refuse("cu_seqlens", f"{count} entries", f"N + 1 entries: at least 1, N {LIMIT_TEXT}")
         )
     if batch != 1:
         raise ValueError(
@@ -324,7 +335,7 @@ def _check_states(tensors: Tensors, position: int, heads: int, what: str) -> Non
     states = tensors[position]
     assert states is not None
     shape = list(states.shape)
-    if len(shape) != 4 or shape[1:] != [heads, HEAD_DIM, HEAD_DIM] or shape[0] >= TOKEN_LIMIT:
+    if len(shape) != 4 or shape[1:] != [heads, HEAD_DIM, HEAD_DIM] or shape[0] > TOKEN_LIMIT:
         needs = f"shape [*, {heads}, {HEAD_DIM}, {HEAD_DIM}], {what}"
         raise ValueError(refuse(NAMES[position], f"shape {shape}", needs))
     _check_dtype(tensors, position, _BF16_OR_FP32)

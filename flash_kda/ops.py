@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from . import abi, cpu, loader
 from .arguments import CheckedCall, check, check_workspace_size
-from .layout import FINAL, WORKSPACE, refuse
+from .layout import FINAL, LIMIT_TEXT, TOKEN_LIMIT, WORKSPACE, refuse, shown
 
 PATH_VARIABLE = "FLASH_KDA_PATH"
+
+# Held while a setting of the process, whether torch fills new memory, is changed.
+_filling = threading.Lock()
 
 # os.environ re-encodes names and decodes values, ten times the cost of looking in what it wraps.
 _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
@@ -78,7 +83,7 @@ def fwd(
         q, k, v, g: bf16 [B, T, H, 128], all of one shape. The last dimension is contiguous, the
             first element 16-byte aligned and the other strides multiples of 8 elements, so that
             views of a packed projection need no copy (strides of dimensions of size 1 do not
-            matter; expanded dimensions are allowed). B * T is below 2^31 and H at least 1.
+            matter; expanded dimensions are allowed). B * T is at most 2^31 - 32, H at least 1.
         beta: bf16 or fp32 [B, T, H], logits, any strides.
         scale: factor of the output, finite; often 128 ** -0.5. A Python or numpy number, or a
             0-dimensional CPU tensor.
@@ -146,7 +151,7 @@ def fwd(
         workspace,
     )
     if beta_is_logits is not True and beta_is_logits is not False:
-        raise TypeError(refuse("beta_is_logits", repr(beta_is_logits), "True or False"))
+        raise TypeError(refuse("beta_is_logits", shown(beta_is_logits), "True or False"))
     if call.layout.on_cuda:
         _forward_cuda(call, workspace, beta_is_logits)
         return
@@ -155,7 +160,8 @@ def fwd(
         *(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens),
         *(state_indices, checkpoint_offsets, checkpoint_states, workspace),
     )
-    with torch.inference_mode():
+    # A compiled graph cannot enter or leave inference mode.
+    with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
         cpu.forward(call.layout, tensors, call.scale, call.lower_bound, beta_is_logits)
 
 
@@ -166,7 +172,7 @@ def workspace_size(t_total: int, heads: int, sequences: int) -> int:
     depend on the values of ``cu_seqlens``. Needs no GPU.
 
     Args:
-        t_total: B * T, tokens of all batch rows together, below 2^31.
+        t_total: B * T, tokens of all batch rows together, at most 2^31 - 32.
         heads: H, at least 1.
         sequences: N; B without cu_seqlens, else its length minus one.
 
@@ -183,14 +189,15 @@ def workspace_size(t_total: int, heads: int, sequences: int) -> int:
             sizes[name] = operator.index(value)
         except TypeError:
             raise TypeError(
-                f"flash_kda.workspace_size: {name}: got {value!r} of type {type(value).__name__}; "
-                "needs an integer"
+                f"flash_kda.workspace_size: {name}: got {shown(value)} of type "
+                f"{type(value).__name__}; needs an integer"
             ) from None
         least = 1 if name == "heads" else 0
-        if not least <= sizes[name] < 2**31:
+        most, at_most = (2**31 - 1, "below 2^31") if name == "heads" else (TOKEN_LIMIT, LIMIT_TEXT)
+        if not least <= sizes[name] <= most:
             raise ValueError(
-                f"flash_kda.workspace_size: {name}: got {value}; needs at least {least} and less "
-                "than 2^31"
+                f"flash_kda.workspace_size: {name}: got {shown(value)}; needs at least {least} and "
+                f"{at_most}"
             )
     return abi.workspace_size(*sizes.values())
 
@@ -210,8 +217,8 @@ def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: b
     pointers = call.pointers
     if workspace is None:
         # Freed to this stream's pool on return: later work on the stream runs after the kernels.
-        workspace = torch.empty(needed, dtype=torch.uint8, device=layout.device)
-        pointers = (*pointers[:WORKSPACE], workspace.data_ptr())
+        workspace = _scratch(needed, layout.device)
+        pointers = (*pointers[:WORKSPACE], _address_of(workspace, needed))
     else:
         check_workspace_size(workspace, needed, layout)
         needed = workspace.numel()
@@ -225,6 +232,34 @@ def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: b
         (*layout.dtypes, int(beta_is_logits)),
         path,
     )
+
+
+def _scratch(size: int, device: torch.device) -> Tensor:
+    """Uninitialised memory, even where deterministic mode would fill it: it is never read first."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    settings: Any = torch.utils.deterministic
+    with _filling:
+        fills = settings.fill_uninitialized_memory
+        settings.fill_uninitialized_memory = False
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        finally:
+            settings.fill_uninitialized_memory = fills
+
+
+def _address_of(workspace: Tensor, size: int) -> int:
+    # A FakeTensor has no memory, whatever it answers.
+    address = workspace.data_ptr() if type(workspace) is Tensor else 0
+    if size and not address:
+        raise ValueError(
+            refuse(
+                "workspace",
+                f"None, and torch.empty gives a {type(workspace).__name__} without memory here",
+                "a call outside of FakeTensorMode and other tracing, or a workspace with memory",
+            )
+        )
+    return address
 
 
 def _forced_path(launcher: abi.Launcher) -> int:

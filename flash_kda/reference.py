@@ -20,9 +20,12 @@ States are exchanged "v first", as ``[sequence, head, V, K]``.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import groupby, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +37,26 @@ _BLOCK_ELEMENTS = 1 << 23
 _LARGEST_CHUNK_DECAY = {torch.float32: 83.0, torch.float64: 600.0}
 
 
-@torch.no_grad()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _as_written(function: _Function) -> _Function:
+    """Run ``function(q, ...)`` without gradients and without autocast.
+
+    Autocast on q's device would do the matrix products in bfloat16 or float16.
+    """
+
+    @functools.wraps(function)
+    def guarded(q: Tensor, *arguments: Any, **named: Any) -> Any:
+        kind = q.device.type
+        known = torch.amp.is_autocast_available(kind)
+        with torch.no_grad(), torch.autocast(kind, enabled=False) if known else nullcontext():
+            return function(q, *arguments, **named)
+
+    return guarded  # type: ignore[return-value]
+
+
+@_as_written
 def recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -91,12 +113,14 @@ def recurrent_kda(
     order = sorted(range(len(spans)), key=lambda n: spans[n][0] - spans[n][1])
     state = state[order]
     flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    bias = None if dt_bias is None else dt_bias.reshape(heads, q.shape[-1])
+    slope = None if A_log is None else A_log.reshape(heads, 1)
     row_elements = heads * max(q.shape[-1], v.shape[-1])
     for rows, active in _step_blocks([spans[n] for n in order], row_elements):
         index = torch.tensor(rows, device=q.device)
         q_, k_, v_, g_, beta_ = (x.index_select(0, index) for x in flat)
         queries, keys, values = _normalise(q_, dtype), _normalise(k_, dtype), v_.to(dtype)
-        decay = torch.exp(_log_decay(g_, A_log, dt_bias, lower_bound, dtype))
+        decay = torch.exp(_log_decay(g_, slope, bias, lower_bound, dtype))
         step = _step_size(beta_, dtype, beta_is_logits)
         results = torch.empty_like(values)
         first = 0
@@ -114,7 +138,6 @@ def recurrent_kda(
     return out.unflatten(0, (batch, tokens)), final_state
 
 
-@torch.no_grad()
 def chunkwise_kda(
     q: Tensor,
     k: Tensor,
@@ -147,10 +170,11 @@ def chunkwise_kda(
     A constant power of two moves both to the middle of the number range, so that nothing
     overflows or becomes subnormal, and a token's rounding does not depend on later tokens.
 
-    The sequences of a packed batch are computed one after the other, each from its own copy of
-    its rows: an output does not depend on neighbouring sequences in any bit, and a NaN or Inf
-    stays in its sequence and head. Tokens do not depend in any bit on later finite ones of their
-    sequence; a NaN may reach the earlier tokens of its own chunk.
+    Sequences of equally many chunks are computed together, as separate matrices of one product:
+    no value of one enters another, so that a NaN or Inf stays in its sequence and head, and in
+    float32 an output does not depend on neighbouring sequences in any bit. Tokens do not depend
+    in any bit on later finite ones of their sequence; a NaN may reach the earlier tokens of its
+    own chunk.
 
     Args:
         chunk_size: tokens of a chunk. ``chunk_size * -lower_bound`` is at most 83 in float32 and
@@ -159,33 +183,121 @@ def chunkwise_kda(
     The other arguments, the results and the errors are those of :func:`recurrent_kda`.
     """
     spans = _sequences(q, k, v, g, beta, lower_bound, initial_state, cu_seqlens, dtype)
-    _check_chunk(chunk_size, lower_bound, dtype)
     batch, tokens, heads, _ = q.shape
     out = v.new_zeros((batch, tokens, heads, v.shape[-1]), dtype=dtype)
     state = _start_state(initial_state, len(spans), q, v, dtype)
-    if not out.numel():
-        return out, state
-    if cu_seqlens is None:
-        # One "sequence" as wide as the batch.
-        groups = [(slice(None), slice(0, tokens))]
-    else:
-        groups = [(slice(n, n + 1), slice(*span)) for n, span in enumerate(spans)]
-
-    span_tokens = _BLOCK_ELEMENTS // max(1, batch * heads * max(q.shape[-1], v.shape[-1]))
-    span_tokens = max(1, span_tokens // chunk_size) * chunk_size
-    for which, where in groups:
-        s = state[which].mT.flatten(0, 1).contiguous()  # [sequences * H, K, V]
-        for start in range(where.start, where.stop, span_tokens):
-            rows = slice(start, min(start + span_tokens, where.stop))
-            q_, k_, v_, g_, beta_ = (x[:, rows] for x in (q, k, v, g, beta))
-            log_decay = _log_decay(g_, A_log, dt_bias, lower_bound, dtype)
-            step = _step_size(beta_, dtype, beta_is_logits)[..., None]
-            parts = (_normalise(q_, dtype), _normalise(k_, dtype), v_.to(dtype), log_decay, step)
-            chunks = [_to_chunks(x, chunk_size) for x in parts]
-            results, s = _scan_chunks(chunks, s, lower_bound)
-            out[:, rows] = _from_chunks(results * scale, out[:, rows].shape)
-        state[which] = s.unflatten(0, (-1, heads)).mT
+    chunkwise_spans(
+        *(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, spans, state, out, state),
+        dtype=dtype,
+        chunk_size=chunk_size,
+        beta_is_logits=beta_is_logits,
+    )
     return out, state
+
+
+@_as_written
+def chunkwise_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    spans: Sequence[tuple[int, int]],
+    initial_state: Tensor | None,
+    out: Tensor,
+    final_state: Tensor | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    chunk_size: int = 16,
+    beta_is_logits: bool = True,
+) -> None:
+    """:func:`chunkwise_kda` into given tensors, for sequences anywhere in the batch.
+
+    Args:
+        spans: where each of the N sequences starts and ends among the B * T tokens of all batch
+            rows; no two of them share a token.
+        initial_state: ``[N, H, V, K]`` of any float dtype, or None for zeros.
+        out: ``[B, T, H, V]`` of any float dtype; only rows of the spans are written.
+        final_state: ``[N, H, V, K]`` of any float dtype, which may be ``initial_state`` itself,
+            or None if the states are not wanted. Then memory does not grow with N.
+
+    The other arguments are those of :func:`chunkwise_kda`; shapes are not checked.
+    """
+    _check_chunk(chunk_size, lower_bound, dtype)
+    heads, channels, width = q.shape[2], q.shape[3], v.shape[-1]
+    if not heads or not width:
+        return
+    chunks_of = [-(-(end - begin) // chunk_size) for begin, end in spans]
+    by_chunks = sorted(range(len(spans)), key=chunks_of.__getitem__)
+    bias = None if dt_bias is None else dt_bias.reshape(heads, 1, channels)
+    slope = None if A_log is None else A_log.reshape(heads, 1, 1)
+    row_elements = heads * chunk_size * max(1, channels, width)
+    most = max(1, _BLOCK_ELEMENTS // max(row_elements, heads * channels * width))
+    for count, group in groupby(by_chunks, chunks_of.__getitem__):
+        members = list(group)
+        if not count and final_state is None:
+            continue
+        for first in range(0, len(members), most):
+            which = members[first : first + most]
+            begin, end = torch.tensor([spans[n] for n in which], device=q.device).unbind(1)
+            index = torch.tensor(which, device=q.device)
+            if initial_state is None:
+                s = q.new_zeros((len(which) * heads, channels, width), dtype=dtype)
+            else:
+                s = initial_state[index].to(dtype).mT.flatten(0, 1).contiguous()
+            step = max(1, _BLOCK_ELEMENTS // (len(which) * row_elements))
+            for chunk in range(0, count, step):
+                block = _Block(begin, end, chunk, min(chunk + step, count), chunk_size)
+                q_, k_, v_, g_, beta_ = (block.take(x) for x in (q, k, v, g, beta[..., None]))
+                parts = (
+                    _normalise(q_, dtype),
+                    _normalise(k_, dtype),
+                    v_.to(dtype),
+                    _log_decay(g_, slope, bias, lower_bound, dtype),
+                    _step_size(beta_, dtype, beta_is_logits),
+                )
+                chunks = [block.clear_padding(x).flatten(1, 2) for x in parts]
+                results, s = _scan_chunks(chunks, s, lower_bound)
+                block.put(out, results.mul_(scale).unflatten(1, (len(which), heads)))
+            if final_state is not None:
+                final_state[index] = s.unflatten(0, (-1, heads)).mT.to(final_state.dtype)
+
+
+class _Block:
+    """Some consecutive chunks of sequences with equally many: where their tokens are.
+
+    Chunks are laid out as ``[n, S, H, C, D]`` for S sequences; only the last one has padding.
+    """
+
+    def __init__(self, begin: Tensor, end: Tensor, first: int, last: int, chunk: int) -> None:
+        offset = torch.arange(first * chunk, last * chunk, device=begin.device)
+        at = begin[:, None] + offset.view(-1, 1, chunk)  # [n, S, C]
+        self._inside = at < end[:, None]
+        self._padded = not bool(self._inside[-1].all())
+        # A token that is there stands in for padding until that is cleared.
+        self._at = torch.where(self._inside, at, begin[:, None])
+
+    def take(self, x: Tensor) -> Tensor:
+        """The chunks of a ``[B, T, H, D]`` tensor, with anything in their padding."""
+        rows = x[self._at // x.shape[1], self._at % x.shape[1]]
+        return rows.transpose(2, 3).contiguous()
+
+    def clear_padding(self, x: Tensor) -> Tensor:
+        """Zeros in place of padding, be it NaN."""
+        if self._padded:
+            x[-1].masked_fill_(~self._inside[-1, :, None, :, None], 0)
+        return x
+
+    def put(self, out: Tensor, x: Tensor) -> None:
+        """Write chunks, without their padding, to a ``[B, T, H, D]`` tensor."""
+        rows, at = x.transpose(2, 3), self._at
+        if self._padded:
+            rows, at = rows[self._inside], at[self._inside]
+        out[at // out.shape[1], at % out.shape[1]] = rows.to(out.dtype)
 
 
 def _scan_chunks(chunks: list[Tensor], state: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
@@ -228,26 +340,6 @@ def _scan_chunks(chunks: list[Tensor], state: Tensor, lower_bound: float) -> tup
     return results + inside.unflatten(0, (n, width)), state
 
 
-def _to_chunks(x: Tensor, chunk: int) -> Tensor:
-    """``[B, T, H, D]`` to a contiguous ``[chunks, B * H, chunk, D]``, zeros past the last token."""
-    batch, tokens, heads, width = x.shape
-    count = -(-tokens // chunk)
-    padded = x.new_zeros((count, batch, heads, chunk, width))
-    by_token = padded.permute(1, 0, 3, 2, 4)  # [B, chunks, chunk, H, D]
-    whole = tokens // chunk
-    by_token[:, :whole] = x[:, : whole * chunk].unflatten(1, (whole, chunk))
-    if whole < count:
-        by_token[:, whole, : tokens - whole * chunk] = x[:, whole * chunk :]
-    return padded.flatten(1, 2)
-
-
-def _from_chunks(x: Tensor, shape: torch.Size) -> Tensor:
-    """Undo :func:`_to_chunks` for a tensor of the given ``[B, T, H, D]`` shape."""
-    batch, tokens, heads, width = shape
-    by_token = x.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4)
-    return by_token.reshape(batch, -1, heads, width)[:, :tokens]
-
-
 def _normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
     """L2 norm over the last dimension, in float64 since large bfloat16 values square to it."""
     wide = x.to(torch.float64).contiguous()
@@ -258,20 +350,24 @@ def _normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _log_decay(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, dtype: torch.dtype
 ) -> Tensor:
-    """Natural logarithm of the decays ``[..., H, K]``, in ``[lower_bound, 0]``."""
-    heads, channels = g.shape[-2:]
+    """Natural logarithm of the decays, in ``[lower_bound, 0]``; A_log and dt_bias broadcast."""
     x = g.to(dtype)
     if dt_bias is not None:
-        x = x + dt_bias.to(dtype).reshape(heads, channels)
+        x = x + dt_bias.to(dtype)
     if A_log is not None:
-        x = x * torch.exp(A_log.to(dtype)).reshape(heads, 1)
-    return lower_bound * torch.sigmoid(x)
+        x = x * torch.exp(A_log.to(dtype))
+    return lower_bound * _sigmoid(x)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """In steps that round alike at every place of a tensor, as torch.sigmoid does not."""
+    return torch.exp(-x).add_(1).reciprocal_()
 
 
 def _step_size(beta: Tensor, dtype: torch.dtype, beta_is_logits: bool) -> Tensor:
     """b of the definition."""
     beta = beta.to(dtype)
-    return torch.sigmoid(beta) if beta_is_logits else beta
+    return _sigmoid(beta) if beta_is_logits else beta.clone()
 
 
 def _apply(state: Tensor, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ MIN_TOOLKIT: tuple[int, int] = (12, 9)
 
 ARCHS_VARIABLE = "FLASH_KDA_CUDA_ARCHS"
 
-_TARGET = re.compile(r"(\d+)(\d)([af])")
+_TARGET = re.compile(r"([0-9]{1,3})([0-9])([af])")
 _CHOICES = f"use auto, all, or a comma list of {', '.join(KNOWN)} (for example 90a,100a)"
 
 Capability = tuple[int, int]
@@ -114,7 +114,7 @@ def check_toolkit(version: str) -> None:
     Raises:
         TargetError: the version is below ``MIN_TOOLKIT`` or cannot be read.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", version)
     if match is None:
         raise TargetError(f"cannot read the CUDA compiler version {version!r}: expected 12.9 or so")
     if (int(match[1]), int(match[2])) < MIN_TOOLKIT:

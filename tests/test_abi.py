@@ -12,6 +12,7 @@ from typing import Any
 import native
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_kda import abi, arguments, errors, loader, ops
 
@@ -307,6 +308,51 @@ def test_own_workspace(gpu_call: GpuCall, stand_in: StandIn) -> None:
     assert stand_in.last("workspace_bytes") == needed + 8
     with pytest.raises(ValueError, match=rf"workspace: got {needed - 1} bytes; .* {needed}"):
         gpu_call(**call, workspace=workspace[: needed - 1])
+
+
+def test_deterministic_mode_fills_no_workspace(
+    gpu_call: GpuCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = torch.utils.deterministic
+    taken: list[bool] = []
+    empty = torch.empty
+
+    def recording(*arguments: Any, **named: Any) -> torch.Tensor:
+        taken.append(settings.fill_uninitialized_memory)
+        return empty(*arguments, **named)
+
+    call = {**_call(), "A_log": None}
+    gpu_call(**call)
+    monkeypatch.setattr(torch, "empty", recording)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for fills in (True, False):
+            settings.fill_uninitialized_memory = fills
+            gpu_call(**call)
+            assert settings.fill_uninitialized_memory is fills
+            monkeypatch.setattr(torch, "empty", _fails)
+            with pytest.raises(MemoryError):
+                gpu_call(**call)
+            assert settings.fill_uninitialized_memory is fills
+            monkeypatch.setattr(torch, "empty", recording)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = True
+    assert taken == [False, False]
+    gpu_call(**call)
+    assert taken[2:] == [True]  # without that mode the setting is not touched
+
+
+def _fails(*arguments: Any, **named: Any) -> torch.Tensor:
+    raise MemoryError
+
+
+def test_a_workspace_without_memory_is_refused(gpu_call: GpuCall) -> None:
+    call = {**_call(), "A_log": None}
+    gpu_call(**call)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"workspace: got None.*FakeTensorMode"):
+        gpu_call(**call)
+    gpu_call(**call)
 
 
 def test_forced_path(gpu_call: GpuCall, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

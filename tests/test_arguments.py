@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import flash_kda
 from flash_kda import abi, arguments
@@ -182,13 +183,20 @@ def test_too_many_tokens() -> None:
     call = make()
     for name in ("q", "k", "v", "g"):
         call[name] = call[name][:1, :1].expand(2, 2**30, H, 128)
-    refused(call, ValueError, "q: got shape", f"B * T = {2**31}; needs B * T below 2^31")
+    refused(call, ValueError, "q: got shape", f"B * T = {2**31}; needs B and B * T at most 2^31")
+    for name in ("q", "k", "v", "g"):
+        call[name] = call[name][:1, :1].expand(1, 2**31 - 31, H, 128)
+    refused(call, ValueError, f"B * T = {2**31 - 31}; needs B and B * T at most 2^31 - 32")
+    for name in ("q", "k", "v", "g"):
+        call[name] = call[name][:, : 2**31 - 32]
+    refused(call, ValueError, f"needs shape [1, {2**31 - 32}, {H}, 128]")  # of out
 
 
 @pytest.mark.parametrize("name", (*TOKEN_TENSORS, "beta", *OPTIONAL[:-1]))
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:.*quantized tensor creation")
-def test_kinds_of_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_tensors(name: str) -> None:
     call = make_packed()
+    flash_kda.fwd(**call)  # the same metadata have passed before
     refused({**call, name: call[name].to_sparse()}, ValueError, f"{name}: got a tensor of layout")
     nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)])
     refused({**call, name: nested}, ValueError, f"{name}: got a nested tensor")
@@ -200,7 +208,6 @@ def test_kinds_of_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where = "a CUDA or CPU device" if name == "q" else "needs cpu, as q"
     refused({**call, name: meta}, ValueError, f"{name}: got a tensor on meta", where)
     if call[name].is_floating_point():
-        monkeypatch.setattr(arguments, "_layouts", {})
         refused({**call, name: torch._neg_view(call[name])}, ValueError, f"{name}: got a lazily")
 
 
@@ -209,6 +216,10 @@ def test_imaginary_parts_of_conjugates() -> None:
     flash_kda.fwd(**{**call, "beta": torch.view_as_real(torch.randn(B, T, H) + 0j)[..., 1]})
     imaginary = torch.randn(B, T, H, dtype=torch.complex64).conj().imag
     refused({**call, "beta": imaginary}, ValueError, "beta: got a lazily negated")
+    for name in ("initial_state", "final_state"):
+        imaginary = torch.zeros(B, H, 128, 128, dtype=torch.complex64).conj().imag
+        dense = imaginary.as_strided(imaginary.shape, call[name].stride())
+        refused({**call, name: dense}, ValueError, f"{name}: got a lazily negated")
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -229,6 +240,14 @@ def test_tensors_without_memory() -> None:
 
     torch.func.vmap(traced)(call["beta"][None])
     assert "beta: got a Tensor without memory" in str(outcome[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_real_tensors_among_fake_ones(packed: bool) -> None:
+    call = make_packed() if packed else make()
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="FakeTensorM"):
+        flash_kda.fwd(**call)
+    flash_kda.fwd(**call)
 
 
 # --- strides, alignment -------------------------------------------------------------------------
@@ -468,6 +487,50 @@ def test_scale_none() -> None:
     refused({**make(), "scale": None}, TypeError, "scale: got None; needs a real number")
 
 
+class Stubborn(float):
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+def test_numbers_that_cannot_be_read_or_shown(name: str) -> None:
+    for value in (10**5000, -(10**5000)):
+        refused({**make(), name: value}, ValueError, f"{name}: got a value of type int that cannot")
+    refused({**make(), name: Stubborn(-9.0)}, TypeError, f"{name}: got a value of type Stubborn")
+    refused({**make(), name: "x" * 1000}, TypeError, f"{name}: got 'xxx", "x... of type str")
+    refused({**make(), name: "a\nb" * 9}, TypeError, f"{name}: got 'a")
+    fake = FakeTensorMode().from_tensor(torch.tensor(-1.0))
+    refused({**make(), name: fake}, TypeError, f"{name}: got a FakeTensor without a value")
+    refused({**make(), "beta_is_logits": 10**5000}, TypeError, "beta_is_logits: got a value of ty")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "text"),
+    [
+        ((10**5000, 1, 1), ValueError, "t_total: got a value of type int that cannot be printed"),
+        (
+            (2**31 - 31, 1, 1),
+            ValueError,
+            "t_total: got 2147483617; needs at least 0 and at most 2^3",
+        ),
+        ((1, 2**31, 1), ValueError, "heads: got 2147483648; needs at least 1 and below 2^31"),
+        ((1, 0, 1), ValueError, "heads: got 0; needs at least 1"),
+        ((1, 1, -1), ValueError, "sequences: got -1; needs at least 0"),
+        (("1" * 1000, 1, 1), TypeError, "t_total: got '111"),
+    ],
+)
+def test_workspace_size_arguments(
+    sizes: tuple[Any, Any, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as info:
+        flash_kda.workspace_size(*sizes)
+    assert text in str(info.value)
+    assert len(str(info.value)) < 400
+
+
 @pytest.mark.parametrize("value", [0.1, -5.0001, 5, math.nan, -math.inf, math.inf, 10**400])
 def test_lower_bound_range(value: float) -> None:
     refused({**make(), "lower_bound": value}, ValueError, "lower_bound: got", "in [-5, 0]")
@@ -514,6 +577,25 @@ def test_gradients(name: str) -> None:
     flash_kda.fwd(**call)
 
 
+@pytest.mark.parametrize("name", (*TOKEN_TENSORS, "beta", "A_log", "initial_state", "final_state"))
+def test_forward_mode_differentiation(name: str) -> None:
+    call = make()
+    text = f"fwd: {name}: got a dual tensor"
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(call[name], torch.ones_like(call[name]))
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode():
+                refused({**call, name: dual}, ValueError, text, "its primal")
+        flash_kda.fwd(**{**call, name: forward_ad.unpack_dual(dual).primal})
+        flash_kda.fwd(**call)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        refused({**call, name: x}, ValueError, text)
+        return x
+
+    torch.func.jvp(function, (call[name],), (torch.ones_like(call[name]),))
+
+
 def test_inference_tensors_outside_inference_mode() -> None:
     with torch.inference_mode():
         call = make()
@@ -542,7 +624,10 @@ def test_subclasses() -> None:
     ("values", "text"),
     [
         ([-1, 2, 3, T], "cu_seqlens[0] = -1; needs at least 0 and at most T = 6"),
-        ([0, 3, 2, T], "cu_seqlens[2] = 2; needs at least, the value before it, 3"),
+        (
+            [0, 3, 2, T],
+            "cu_seqlens[2] = 2; needs at least 3, the value before it, and at most T = 6",
+        ),
         ([0, 2, T + 1, T], f"cu_seqlens[2] = {T + 1}; needs"),
         ([0, 2, 3, 2**31 - 1], f"cu_seqlens[3] = {2**31 - 1}; needs"),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +144,27 @@ def test_building_fewer_targets_removes_the_others(package: Path, tmp_path: Path
 
 
 @needs_compiler
+def test_only_cubins_are_removed_and_nothing_is_half_written(package: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "package"
+    shutil.copytree(package, copy)
+    for name in ("a_folder", "flash_kda.sm_1.cubin"):
+        (copy / "cubin" / name).mkdir()
+    (copy / "cubin" / "notes.txt").touch()
+    assemble.build(copy, ("90a",), environ=build_support.environment())
+    assert {p.name for p in (copy / "cubin").iterdir()} == {
+        *("a_folder", "flash_kda.sm_1.cubin", "notes.txt", "flash_kda.sm_90a.cubin")
+    }
+    (copy / "cubin" / "flash_kda.sm_90a.cubin").unlink()
+    (copy / "cubin" / "flash_kda.sm_90a.cubin").mkdir()
+    with pytest.raises(BuildError, match=r"cannot write into .*package \(Is a directory"):
+        assemble.build(copy, ("90a",), environ=build_support.environment())
+    assert not (copy / "manifest.json").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match="cannot write into"):
+        assemble.build(tmp_path / "file", ("90a",), environ=build_support.environment())
+
+
+@needs_compiler
 def test_copy_generated(package: Path, tmp_path: Path) -> None:
     (tmp_path / "cubin").mkdir()
     (tmp_path / "cubin" / "flash_kda.sm_120a.cubin").write_bytes(b"old")
@@ -225,11 +249,43 @@ def test_damaged_cache_entries_are_compiled_again(tiny: Path, tmp_path: Path) ->
     store = tmp_path / "cache"
     first = compile.compile_targets(("90a",), csrc=tiny, cache_dir=store)[0]
     (entry,) = store.iterdir()
-    for damage in (entry.read_bytes()[:-50], b"", b'{"cubin": "", "log": "", "sha256": ""}'):
-        entry.write_bytes(damage)
+    good = json.loads(entry.read_bytes())
+
+    def hashed(data: bytes, log: Any) -> bytes:
+        """An entry of which the hash is right."""
+        both = hash_bytes(data).encode() + (log or "").encode()
+        text = base64.b85encode(data).decode()
+        return json.dumps({"cubin": text, "log": log, "sha256": hash_bytes(both)}).encode()
+
+    assert json.loads(hashed(first.data, good["log"])) == good
+    for damage in (
+        entry.read_bytes()[:-50],
+        b"",
+        b"null",
+        b"[" * 200_000,
+        b'{"cubin": "", "log": "", "sha256": ""}',
+        json.dumps({**good, "log": None}).encode(),
+        json.dumps({**good, "log": ""}).encode(),
+        json.dumps({**good, "log": good["log"].replace("registers", "r")}).encode(),
+        json.dumps({**good, "cubin": 5}).encode(),
+        hashed(b"", good["log"]),
+        hashed(b"not ELF", good["log"]),
+        hashed(first.data, ""),
+        hashed(first.data, None),
+        os.mkfifo,
+        Path.mkdir,
+    ):
+        entry.unlink()
+        if isinstance(damage, bytes):
+            entry.write_bytes(damage)
+        else:
+            damage(entry)
+        if entry.is_dir():
+            (entry / "something").touch()
         again = compile.compile_targets(("90a",), csrc=tiny, cache_dir=store)[0]
         assert not again.from_cache
         assert again.data == first.data
+        assert compile.compile_targets(("90a",), csrc=tiny, cache_dir=store)[0].from_cache
 
 
 @needs_compiler
@@ -239,8 +295,8 @@ def test_another_cutlass_is_another_entry(tiny: Path, tmp_path: Path) -> None:
         (include / folder).mkdir(parents=True)
         shutil.copy(cutlass.locate().include / folder / header, include / folder / header)
     store = tmp_path / "cache"
-    for text in ("// one", "// two"):
-        (include / "cute" / "tensor.hpp").write_text(text)
+    for name, text in (("tensor.hpp", "// 1"), ("tensor.hpp", "// 2"), ("x.inl", ""), ("y.h", "")):
+        (include / "cute" / name).write_text(text)
         made = compile.compile_targets(
             ("90a",),
             csrc=tiny,
@@ -338,6 +394,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"FLASH_KDA_CUTLASS_DIR": "/nowhere"}, ["/nowhere", "cutlass/version.h", "unset"]),
         ({"PATH": "/nowhere", "CXX": None}, ["no C++ compiler", "g++", "CXX"]),
         ({"CXX": "no-such-compiler -O1"}, ["no-such-compiler", "PATH"]),
+        ({"CXX": "g++ 'x"}, ["CXX", "No closing quotation", "quotes"]),
+        ({"CXXFLAGS": '-DX="'}, ["CXXFLAGS", "No closing quotation", "quotes"]),
+        ({"FLASH_KDA_CUTLASS_DIR": "~nouser/x"}, ["FLASH_KDA_CUTLASS_DIR is ~nouser/x", "home"]),
+        ({"FLASH_KDA_CUDA_HOME": "~nouser"}, ["FLASH_KDA_CUDA_HOME is ~nouser", "home"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -346,6 +406,61 @@ def test_mistaken_settings_stop_before_anything_is_fetched(
 ) -> None:
     asked = {"FLASH_KDA_CUDA_ARCHS": "90a"} if "CUDA_VISIBLE_DEVICES" not in changes else {}
     done = backend("get_requires_for_build_wheel", sources, **{**asked, **changes})
+    _assert_one_line(done, words)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"FLASH_KDA_CUBIN_CACHE": "~nouser/x"}, ["FLASH_KDA_CUBIN_CACHE is ~nouser/x", "home"]),
+        ({"CXX": "true"}, ["true made no library", "CXX"]),
+        ({"CXX": "{folder}/broken"}, ["cannot run", "Exec format error", "CXX"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_mistakes_that_show_while_building(
+    sources: Path, tmp_path: Path, changes: dict[str, str], words: list[str]
+) -> None:
+    (tmp_path / "broken").write_bytes(b"\0\1\2")
+    (tmp_path / "broken").chmod(0o755)
+    changes = {name: value.format(folder=tmp_path) for name, value in changes.items()}
+    done = backend("build_wheel", sources, str(tmp_path), FLASH_KDA_CUDA_ARCHS="90a", **changes)
+    _assert_one_line(done, words)
+
+
+@needs_compiler
+@pytest.mark.parametrize("missing", ["targets.py", "driver.py", "manifest.py", "_version.py"])
+@pytest.mark.parametrize("hook", ["get_requires_for_build_wheel", "build_wheel"])
+def test_missing_modules(tmp_path: Path, missing: str, hook: str) -> None:
+    sources = copy_sources(tmp_path / "flash-kda")
+    (sources / "flash_kda" / missing).unlink()
+    arguments = [str(tmp_path)] if hook == "build_wheel" else []
+    archs = {"FLASH_KDA_CUDA_ARCHS": None if missing == "driver.py" else "90a"}
+    done = backend(hook, sources, *arguments, **archs)
+    if (hook, missing) == ("get_requires_for_build_wheel", "manifest.py"):
+        assert done.returncode == 0  # the build needs it later
+    else:
+        _assert_one_line(done, [missing, "missing"])
+
+
+@pytest.mark.parametrize(
+    ("trick", "words"),
+    [
+        ("sys.version_info = (3, 9, 18, 'final', 0)", ["needs Python 3.10", "this is Python 3.9"]),
+        ("import setuptools; setuptools.__version__ = '70.1.0'", ["70.1.0", "setuptools>=77.0.3"]),
+        ("sys.modules['setuptools.command.bdist_wheel'] = None", ["setuptools>=77.0.3"]),
+    ],
+)
+@pytest.mark.parametrize("module", ["backend", "commands"])
+def test_what_is_too_old_says_so(trick: str, words: list[str], module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {trick}; import build_tools.{module}"],
+        cwd=build_support.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     _assert_one_line(done, words)
 
 

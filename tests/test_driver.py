@@ -67,6 +67,17 @@ def test_a_library_that_is_not_libcuda(tmp_path: Path) -> None:
         driver.Driver((str(library),)).driver_version()
 
 
+def test_a_driver_that_names_no_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nameless = native.DRIVER.replace("cuGetErrorName", "unrelated")
+    monkeypatch.setenv("FAKE_INIT", "3")
+    library = native.build(nameless, tmp_path / "nameless.so")
+    with pytest.raises(driver.DriverCallFailed, match=r"failed: fake trouble \(CUresult 3\)"):
+        driver.Driver((str(library),)).devices()
+    library = native.build(nameless.replace("cuGetErrorString", "other"), tmp_path / "mute.so")
+    with pytest.raises(driver.DriverCallFailed, match=r"failed: unknown error \(CUresult 3\)"):
+        driver.Driver((str(library),)).devices()
+
+
 def test_loads_by_path_without_torch_or_the_package() -> None:
     program = (
         "import importlib.util, sys\n"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import cases
 import pytest
 import torch
-from cases import assert_accurate, forward, make_case, poisoned, same_bits
+from cases import (
+    assert_accurate,
+    forward,
+    make_case,
+    poisoned,
+    relative_error,
+    same_bits,
+)
 
 import flash_kda
 
@@ -157,6 +165,73 @@ def test_positional_and_keyword_calls_agree(rng: cases.Random) -> None:
         case.initial_state,
     )
     assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(rng: cases.Random, dtype: torch.dtype) -> None:
+    case = make_case(rng, lengths=(20, 33))
+    plain = forward(case)
+    with torch.autocast("cpu", dtype=dtype):
+        inside = forward(case)
+        assert torch.is_autocast_enabled("cpu")
+    for x, y in zip(inside, plain, strict=True):
+        assert same_bits(x, y)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore")
+def test_inside_torch_compile(rng: cases.Random, backend: str) -> None:
+    case = make_case(rng, tokens=20)
+    plain = forward(case)
+    compiled = torch.compile(lambda: forward(case), backend=backend)
+    for x, y in zip(compiled(), plain, strict=True):
+        assert relative_error(x, y.double()) < 1e-3
+    assert not torch.is_inference_mode_enabled()
+    assert same_bits(forward(case)[0], plain[0])  # the thread still works
+
+
+def test_ten_thousand_short_sequences(rng: cases.Random) -> None:
+    case = make_case(rng, lengths=(1,) * 10_000, heads=1, initial_state=None)
+    out = poisoned(1, 10_000, 1, 128, dtype=torch.bfloat16, device="cpu")
+    start = time.perf_counter()
+    forward(case, out=out, final_state=None)
+    # About 1.3 s on two idle cores; one by one they took minutes.
+    assert time.perf_counter() - start < 20
+    last = case.but(cu_seqlens=torch.tensor([9_999, 10_000]))
+    assert same_bits(forward(last, final_state=None)[0][:, -1], out[:, -1])
+
+
+def test_sequences_without_tokens_need_no_memory(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=4, initial_state=None)
+    bounds = torch.zeros(1_000_001, dtype=torch.int32)  # their states would take 131 GB
+    bounds[-1] = 4
+    case = case.but(cu_seqlens=bounds)
+    alone = case.but(cu_seqlens=bounds[-2:])
+    assert same_bits(forward(case, final_state=None)[0], forward(alone, final_state=None)[0])
+
+
+def test_checkpoints_of_many_sequences(rng: cases.Random) -> None:
+    case = make_case(rng, lengths=(40, 0, 16, 33, 1), before=2)
+    offsets = torch.tensor([18, 34, 42, 58, 74, 90, 91, 92])
+    states = torch.zeros(len(offsets), *case.state_shape[1:])
+    out, final = forward(case)
+    again, final_again = torch.zeros_like(out), torch.zeros_like(final)
+    flash_kda.fwd(
+        **vars(case),
+        out=again,
+        final_state=final_again,
+        checkpoint_offsets=offsets,
+        checkpoint_states=states,
+    )
+    assert relative_error(again[:, 2:], out[:, 2:].double()) < 1e-3
+    assert relative_error(final_again, final.double()) < 1e-5
+    for row, sequence in ((2, 0), (3, 2), (6, 3), (7, 4)):  # those at an end
+        assert same_bits(states[row], final_again[sequence])
+    for row, (sequence, end) in enumerate([(0, 18), (0, 34)]):
+        part = case.but(
+            cu_seqlens=torch.tensor([2, end]), initial_state=case.initial_state[sequence][None]
+        )
+        assert relative_error(states[row], forward(part)[1][0].double()) < 1e-5
 
 
 def test_calls_repeat_bit_for_bit(rng: cases.Random) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,52 @@ import torch
 from flash_kda import abi, driver, errors, loader, manifest
 
 CUBIN = b"\x7fELF\x02" + bytes(13) + (190).to_bytes(2, "little") + b"code for "
+
+
+def elf(
+    code: bytes = b"code",
+    *,
+    section: tuple[int, int, int] | None = None,
+    segment: tuple[int, int] | None = None,
+    **header: int,
+) -> bytes:
+    """A small complete cubin: header, code, one segment, two sections; parts may be altered."""
+    ends = 64 + len(code)
+    fields = {
+        "segments_at": ends,
+        "sections_at": ends + 56,
+        "segment_size": 56,
+        "segments": 1,
+        "section_size": 64,
+        "sections": 2,
+        "names": 1,
+        **header,
+    }
+    kind, offset, size = section or (1, 64, len(code))
+    return (
+        b"\x7fELF\x02\x01"
+        + bytes(10)
+        + struct.pack(
+            "<HHIQQQIHHHHHH",
+            *(2, 190, 1, 0, fields["segments_at"], fields["sections_at"], 0, 64),
+            *(fields["segment_size"], fields["segments"], fields["section_size"]),
+            *(fields["sections"], fields["names"]),
+        )
+        + code
+        + struct.pack(
+            "<IIQQQQQQ",
+            1,
+            5,
+            *(segment or (64, len(code)))[:1],
+            0,
+            0,
+            (segment or (64, len(code)))[1],
+            0,
+            8,
+        )
+        + struct.pack("<IIQQQQIIQQ", 0, kind, 0, 0, offset, size, 0, 0, 1, 0)
+        + struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64, 1, 0, 0, 1, 0)
+    )
 
 
 class Machine:
@@ -274,7 +321,15 @@ def test_malformed_manifest(machine: Machine, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "found"), [(2, "the newer schema 2"), (0, "schema 0"), ("1", "schema '1'")]
+    ("schema", "found"),
+    [
+        (2, "the newer schema 2"),
+        (0, "schema 0"),
+        ("1", "schema '1'"),
+        (True, "schema True"),
+        (1.0, "schema 1.0"),
+        (10**3000, "the newer schema 1000"),
+    ],
 )
 def test_other_schemas(machine: Machine, schema: object, found: str) -> None:
     machine.document["schema"] = schema
@@ -283,7 +338,8 @@ def test_other_schemas(machine: Machine, schema: object, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["/etc/passwd", "../other.cubin", "cubin/../../other.cubin", "", "..\\x.cubin"]
+    "file",
+    ["/etc/passwd", "../other.cubin", "cubin/../../other.cubin", "", "..\\x.cubin", "a\0b", "a\nb"],
 )
 @pytest.mark.parametrize("which", ["cubin", "launcher"])
 def test_paths_outside_the_package(machine: Machine, file: str, which: str) -> None:
@@ -303,6 +359,13 @@ def test_paths_outside_the_package(machine: Machine, file: str, which: str) -> N
         (("cubins",), {}, "cubins to be of type list"),
         (("cubins", 0), "90a", "cubins[0]"),
         (("cubins", 0, "target"), "sm_90a", "cubins[0].target"),
+        (("cubins", 0, "target"), "1\u00b20a", "cubins[0].target"),
+        (("cubins", 0, "target"), "\u0669\u0660a", "cubins[0].target"),
+        (("cubins", 0, "target"), "9" * 5000 + "a", "cubins[0].target"),
+        (("cubins", 0, "size"), 10**30, f"Expected: {10**30} bytes"),
+        (("cubins", 0, "size"), -1, "Expected: -1 bytes"),
+        (("compiler", "cuda"), "9" * 5000 + ".1", "compiler.cuda"),
+        (("compiler", "cuda"), "1\u0662.9", "compiler.cuda"),
         (("cubins", 1, "target"), "90a", "two for 90a"),
         (("cubins", 0, "size"), "1", "cubins[0].size"),
         (("launcher", "sha256"), None, "launcher.sha256"),
@@ -317,6 +380,35 @@ def test_manifest_fields(
     entry[keys[-1]] = value
     machine.write()
     broken(machine, part)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"schema": ' + "9" * 5000 + "}",
+        '{"schema": "\\ud800"}',
+        '{"a\\ud800": 1, "schema": 1}',
+        "\ufeff{",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_hostile_manifest(machine: Machine, text: str) -> None:
+    (machine.folder / "manifest.json").write_bytes(text.encode())
+    broken(machine, "manifest.json")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "cubin/90a.cubin"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_file(machine: Machine, name: str, kind: str) -> None:
+    strange(machine.folder / name, kind)
+    broken(machine, name, "not a regular file")
+
+
+def test_no_more_is_read_than_was_built(machine: Machine) -> None:
+    with (machine.folder / "cubin" / "90a.cubin").open("r+b") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    broken(machine, "90a.cubin", "Found: more")
 
 
 def test_no_cubins(machine: Machine) -> None:
@@ -402,11 +494,11 @@ class TestLauncher:
 
 def test_override(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     path = machine.folder / "mine.cubin"
-    path.write_bytes(CUBIN + b"mine")
+    path.write_bytes(elf(b"mine"))
     monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
     machine.replace_gpu("NVIDIA B300", (10, 3))  # whatever the installed ones are for
     assert machine.load() == loader.Module(1000, "override", str(path), 100)
-    assert machine.opened == [(CUBIN + b"mine", 0)]
+    assert machine.opened == [(elf(b"mine"), 0)]
     assert loader.explain(machine.gpus[0]).cubin == str(path)
 
 
@@ -427,9 +519,77 @@ def test_foreign_override(
     machine.error(errors.CubinOverrideError, f"FLASH_KDA_CUBIN={path}", "not a CUDA cubin")
 
 
+@pytest.mark.parametrize(
+    "contents",
+    [
+        CUBIN,
+        elf()[:-1],
+        elf()[:64],
+        elf(sections_at=1 << 40),
+        elf(sections=3),
+        elf(sections=0),
+        elf(section_size=8),
+        elf(names=2),
+        elf(segments_at=1 << 63),
+        elf(segments=100),
+        elf(segment_size=1),
+        elf(section=(1, 64, 4000)),
+        elf(section=(1, (1 << 64) - 1, 8)),
+        elf(segment=(64, 4000)),
+    ],
+)
+def test_damaged_override(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, contents: bytes
+) -> None:
+    path = machine.folder / "mine.cubin"
+    path.write_bytes(contents)
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
+    machine.error(errors.CubinOverrideError, f"FLASH_KDA_CUBIN={path}", "this cubin is damaged")
+    assert machine.opened == []
+
+
+def test_override_with_a_section_that_takes_no_room(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = machine.folder / "mine.cubin"
+    path.write_bytes(elf(section=(8, 64, 1 << 20), segments=0, segment_size=0))
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
+    assert machine.load().target == "override"
+
+
+def test_the_installed_cubins_are_complete() -> None:
+    cubins = list((Path(manifest.__file__).parent / "cubin").glob("*.cubin"))
+    for path in cubins:
+        assert loader._is_complete(path.read_bytes())
+        assert not loader._is_complete(path.read_bytes()[:-1])
+    if not cubins:
+        pytest.skip("needs the built package")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_override_that_is_no_file(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = strange(machine.folder / "mine.cubin", kind)
+    monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
+    machine.error(errors.CubinOverrideError, f"FLASH_KDA_CUBIN={path}", "not a regular file")
+
+
+def strange(path: Path, kind: str) -> Path:
+    """Something that is not a regular file, in place of what is there."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    return path
+
+
 def test_override_the_driver_refuses(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     path = machine.folder / "mine.cubin"
-    path.write_bytes(CUBIN)
+    path.write_bytes(elf())
     monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
     machine.refusal = errors.LaunchError("CUDA_ERROR_NO_BINARY_FOR_GPU")
     error = machine.error(errors.CubinOverrideError, str(path), "NO_BINARY_FOR_GPU", "NVIDIA H200")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import email.message
 import email.parser
+import fcntl
 import json
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import build_support
 import pytest
 from build_support import ROOT, backend, copy_sources
 
-from build_tools import cutlass
-from build_tools.common import package_module
+from build_tools import assemble, cutlass
+from build_tools.common import BuildError, package_module
 
 VERSION = package_module("_version").__version__
 TAG = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -60,6 +63,7 @@ def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_wheel(sources: Path, folder: Path, archs: str, hook: str = "build_wheel") -> Path:
+    folder.mkdir(exist_ok=True)
     done = backend(hook, sources, str(folder), FLASH_KDA_CUDA_ARCHS=archs)
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1]
@@ -146,6 +150,55 @@ def test_an_earlier_build_leaves_nothing_in_the_next_wheel(
     with zipfile.ZipFile(again) as archive:
         manifest = json.loads(archive.read("flash_kda/manifest.json"))
     assert [cubin["target"] for cubin in manifest["cubins"]] == ["90a"]
+
+
+def test_two_builds_at_once_in_one_checkout(tmp_path: Path) -> None:
+    sources = copy_sources(tmp_path / "flash-kda")
+    archs = ("90a", "100a")
+    with ThreadPoolExecutor(len(archs)) as pool:
+        wheels = list(pool.map(lambda arch: build_wheel(sources, tmp_path / arch, arch), archs))
+    for made, arch in zip(wheels, archs, strict=True):
+        assert names(made) & CUBINS == {f"flash_kda/cubin/flash_kda.sm_{arch}.cubin"}
+        with zipfile.ZipFile(made) as archive:
+            manifest = json.loads(archive.read("flash_kda/manifest.json"))
+        assert [cubin["target"] for cubin in manifest["cubins"]] == [arch]
+
+
+def test_a_build_waits_for_the_lock(tmp_path: Path) -> None:
+    sources = copy_sources(tmp_path / "flash-kda")
+    (sources / "build").mkdir()
+    with (sources / "build" / ".lock").open("w") as file, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = pool.submit(
+            backend, "build_wheel", sources, str(tmp_path), FLASH_KDA_CUDA_ARCHS="90a"
+        )
+        time.sleep(3)
+        assert not waiting.done()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        done = waiting.result()
+    assert done.returncode == 0, done.stderr
+    assert "waiting for another build" in done.stdout + done.stderr
+
+
+def test_a_mixed_wheel_is_refused(wheel: Path, tmp_path: Path) -> None:
+    assemble.check_wheel(wheel, ("90a", "100a"))
+    with pytest.raises(BuildError, match="holds 90a, 100a where 90a was asked"):
+        assemble.check_wheel(wheel, ("90a",))
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    cubin = "flash_kda/cubin/flash_kda.sm_90a.cubin"
+    for other in ({cubin: b"altered"}, {"flash_kda/cubin/flash_kda.sm_120a.cubin": b"more"}):
+        with zipfile.ZipFile(tmp_path / "mixed.whl", "w") as archive:
+            for name, data in {**files, **other}.items():
+                archive.writestr(name, data)
+        with pytest.raises(BuildError, match="with altered files"):
+            assemble.check_wheel(tmp_path / "mixed.whl", ("90a", "100a"))
+
+
+@pytest.mark.parametrize("name", ["a,b", "with space", "it's", "$(x)", "p\u00e9"])
+def test_checkouts_with_odd_names(tmp_path: Path, name: str) -> None:
+    sources = copy_sources(tmp_path / name)
+    assert names(build_wheel(sources, tmp_path, "90a")) & CUBINS
 
 
 def test_source_tree_gets_the_same_kernels(wheel: Path, tmp_path: Path) -> None:

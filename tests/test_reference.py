@@ -241,6 +241,45 @@ def test_packed_sequences_equal_separate_ones_bit_for_bit(rng: cases.Random) -> 
         assert same_bits(alone_state[0], state[n])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_neighbours_change_no_bit(rng: cases.Random, threads: int) -> None:
+    """Whatever shares a product with a sequence: other lengths, more of them, other values."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        lengths = [1, 16, 5, 33, 17, 40, 1, 16, 0, 700, 3] * 7
+        case = make_case(rng, lengths=lengths, heads=3)
+        out, state = chunkwise_kda(**vars(case))
+        other = make_case(rng, "wide_gate", lengths=lengths, heads=3)
+        for n in (0, 3, 5, 9, 30, 42, 76):
+            _, start, stop = case.spans[n]
+            rows = {x: getattr(case, x)[:, start:stop] for x in ("q", "k", "v", "g", "beta")}
+            kept = case.but(**rows, cu_seqlens=None, initial_state=case.initial_state[n : n + 1])
+            alone, alone_state = chunkwise_kda(**vars(kept))
+            assert same_bits(alone, out[:, start:stop])
+            assert same_bits(alone_state[0], state[n])
+            changes = {name: getattr(other, name).clone() for name in rows}
+            for name, x in changes.items():
+                x[:, :start] = math.nan
+                x[:, start:stop] = rows[name]
+            changed, changed_state = chunkwise_kda(**vars(case.but(**changes)))
+            assert same_bits(changed[:, start:stop], out[:, start:stop])
+            assert same_bits(changed_state[n], state[n])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("form", [recurrent_kda, chunkwise_kda])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(rng: cases.Random, form: Form, dtype: torch.dtype) -> None:
+    case = make_case(rng, tokens=40)
+    plain = form(**vars(case), dtype=torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        inside = form(**vars(case), dtype=torch.float32)
+    for x, y in zip(inside, plain, strict=True):
+        assert same_bits(x, y)
+
+
 def test_state_carries_a_sequence_on(rng: cases.Random) -> None:
     case = make_case(rng, tokens=100, width=16)
     out, state = recurrent_kda(**vars(case))
