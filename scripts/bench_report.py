@@ -1,4 +1,4 @@
-"""BENCHMARK_<GPU>.md, its chart and the table in README.md, from the JSON that bench.py wrote."""
+"""BENCHMARK_<GPU>.md, its chart and the tables of other pages, from the JSON of bench.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from bench_chart import Bars, speedup_chart
 
 README_BEGIN = "<!-- benchmark table: written by scripts/bench.py --report -->"
 README_END = "<!-- end of benchmark table -->"
+PAGES = ("README.md", "README.zh.md", "docs/performance.md")
+"""Where the short tables stand between the two markers."""
+REPOSITORY = "https://github.com/flash-kda/flash-kda/blob/main"
 STATE_TITLES = {"fp32": "fp32 states", "bf16": "bf16 states"}
 
 Row = dict[str, Any]
@@ -203,9 +206,13 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def readme_block(documents: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """The short tables between the two markers of README.md, one per measured card."""
+def page_block(documents: Sequence[tuple[str, dict[str, Any]]], in_docs: bool) -> str:
+    """The short tables between a page's two markers, one per measured card.
+
+    Pages of the documentation get the charts as well, and links that leave its site.
+    """
     lines: list[str] = []
+    reports = f"{REPOSITORY}/" if in_docs else ""
     for _, document in documents:
         name = document["gpu_short"]
         rows = [
@@ -227,8 +234,9 @@ def readme_block(documents: Sequence[tuple[str, dict[str, Any]]]) -> str:
         lines += [
             "",
             f"{document['gpu']}, fp32 states read and written, medians. All columns, method and "
-            f"versions: [BENCHMARK_{name}.md](BENCHMARK_{name}.md).",
+            f"versions: [BENCHMARK_{name}.md]({reports}BENCHMARK_{name}.md).",
             "",
+            *([f"![Speed-up](assets/bench_{name.lower()}.svg)", ""] if in_docs else []),
             *markdown_table(header, body),
             "",
             *summary(document, rows),
@@ -239,20 +247,21 @@ def readme_block(documents: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join([README_BEGIN, *lines, README_END])
 
 
-def update_readme(root: Path) -> Path | None:
-    """Rewrite README.md's table from every docs/data/bench_*.json; None when it has no markers."""
-    readme = root / "README.md"
-    if not readme.exists():
-        return None
-    text = readme.read_text(encoding="utf-8")
-    begin, end = text.find(README_BEGIN), text.find(README_END)
-    if begin < 0 or end < begin:
-        return None
+def update_pages(root: Path) -> list[Path]:
+    """Rewrite the tables from every docs/data/bench_*.json; returns the pages that have markers."""
     paths = sorted((root / "docs" / "data").glob("bench_*.json"))
     documents = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    text = text[:begin] + readme_block(documents) + text[end + len(README_END) :]
-    readme.write_text(text, encoding="utf-8")
-    return readme
+    written = []
+    for name in PAGES:
+        page = root / name
+        text = page.read_text(encoding="utf-8") if page.exists() else ""
+        begin, end = text.find(README_BEGIN), text.find(README_END)
+        if begin < 0 or end < begin:
+            continue
+        block = page_block(documents, in_docs=name.startswith("docs/"))
+        page.write_text(text[:begin] + block + text[end + len(README_END) :], encoding="utf-8")
+        written.append(page)
+    return written
 
 
 def chart(document: dict[str, Any]) -> str:
@@ -280,5 +289,4 @@ def write_report(root: Path, source: Path) -> list[Path]:
     report = root / f"BENCHMARK_{name}.md"
     chart_name = chart_path.relative_to(root).as_posix()
     report.write_text(report_text(document, json_name, chart_name), encoding="utf-8")
-    readme = update_readme(root)
-    return [report, chart_path, *([readme] if readme else [])]
+    return [report, chart_path, *update_pages(root)]

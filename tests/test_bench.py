@@ -175,10 +175,15 @@ def test_report(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     markers = f"{bench_report.README_BEGIN}\nold\n{bench_report.README_END}"
     readme.write_text(f"before\n\n{markers}\n\nafter\n")
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n\n{markers}\n")
     source = write_fixture(tmp_path, document())
     written = bench_report.write_report(tmp_path, source)
     report, chart = tmp_path / "BENCHMARK_H200.md", tmp_path / "docs/assets/bench_h200.svg"
-    assert written == [report, chart, readme]
+    assert written == [report, chart, readme, page]
+    assert "(assets/bench_h200.svg)" in page.read_text()
+    assert "/blob/main/BENCHMARK_H200.md)" in page.read_text()
     text = report.read_text()
     assert (
         "| 1 x 8192, H = 96 | 0.699 | 1.397 | 2.00x | 1.397 | 2.00x | 0.236 | 12.3 | 3.0 |" in text
@@ -204,6 +209,7 @@ def test_report_of_another_card_cites_no_v1(tmp_path: Path) -> None:
     assert "Over FLA" in text
 
 
-def test_readme_of_this_repository_has_the_markers() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", bench_report.PAGES)
+def test_pages_of_this_repository_have_the_markers(page: str) -> None:
+    text = (ROOT / page).read_text()
     assert text.index(bench_report.README_BEGIN) < text.index(bench_report.README_END)

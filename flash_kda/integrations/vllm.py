@@ -44,9 +44,9 @@ def fwd(
 ) -> None:
     """``flash_kda.fwd`` in the argument order of vLLM's operator.
 
+    Arguments not listed here are those of ``flash_kda.fwd``; beta holds logits.
+
     Args:
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state,
-            cu_seqlens: as in ``flash_kda.fwd``; beta holds logits.
         workspace: uint8 scratch memory. One that is too small or misaligned for these kernels, as
             one sized for vLLM's own may be, is left alone; torch's allocator then provides it.
         checkpoint_state: fp32 or bf16 [N, H, V, K], receives a state inside of each sequence.
