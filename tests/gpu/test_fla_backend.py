@@ -114,7 +114,7 @@ def triton(
 
 
 def variant(rng: cases.Random, name: str) -> cases.Case:
-    """The calls that the issue of a hand-over is about."""
+    """Inputs of the kinds of call that models make."""
     packed = name.startswith("packed")
     shape: dict[str, Any] = {"lengths": LENGTHS} if packed else {"batch": 2, "tokens": 300}
     initial = {"bf16_state": torch.bfloat16, "no_state": None}.get(name, torch.float32)
@@ -172,20 +172,78 @@ def test_agrees_with_triton(
         assert relative_error(x, y.double()) <= error + fla_error + 1e-6
 
 
+class Stayed(Exception):
+    """The call went on to FLA's own kernels."""
+
+
+@pytest.fixture
+def stays(chunk_kda: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLA's kernels replaced by an exception, so that where a call goes needs no GPU."""
+
+    def apply(*arguments: Any) -> None:
+        raise Stayed
+
+    module = sys.modules["fla.ops.kda.chunk"]
+    monkeypatch.setattr(module.ChunkKDAFunction, "apply", apply)
+
+
+def route(chunk_kda: Callable[..., Any], case: cases.Case, **changes: Any) -> None:
+    arguments = {
+        **{name: getattr(case, name) for name in ("q", "k", "v", "g", "beta", "A_log")},
+        "dt_bias": case.dt_bias.flatten(),
+        "lower_bound": case.lower_bound,
+        **flags(chunk_kda, ours=True),
+        **changes,
+    }
+    chunk_kda(**arguments)
+
+
 def test_opt_out(
     rng: cases.Random,
     chunk_kda: Callable[..., Any],
     hits: list[dict[str, Any]],
+    stays: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever becomes of the call then, it does not come here."""
-    case = variant(rng, "fixed")
-    if case.device.type == "cuda":
-        triton(chunk_kda, case, monkeypatch)
-    else:
-        monkeypatch.setenv("FLA_FLASH_KDA", "0")
-        with pytest.raises(Exception):  # noqa: B017  (FLA's kernels do not run on a CPU)
-            call(chunk_kda, case, ours=True)
+    case = variant(rng, "no_state")
+    monkeypatch.setenv("FLA_FLASH_KDA", "0")
+    with torch.inference_mode(), pytest.raises(Stayed):
+        route(chunk_kda, case)
+    assert not hits
+    monkeypatch.delenv("FLA_FLASH_KDA")  # handing over is FLA's default
+    with torch.inference_mode():
+        route(chunk_kda, case)
+    assert len(hits) == 1
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"),
+        *("safe_gate", "state layout", "float16", "width", "gradients"),
+    ],
+)
+def test_other_calls_stay_with_fla(
+    rng: cases.Random,
+    chunk_kda: Callable[..., Any],
+    hits: list[dict[str, Any]],
+    stays: None,
+    flag: str,
+) -> None:
+    case = variant(rng, "no_state")
+    changes: dict[str, Any] = {}
+    names = ("q", "k", "v", "g")
+    if flag == "state layout":
+        name = next(x for x in flags(chunk_kda, ours=True) if x.startswith(("state", "transpose")))
+        changes[name] = False
+    elif flag == "float16":
+        changes = {name: getattr(case, name).half() for name in names}
+    elif flag == "width":
+        changes = {name: getattr(case, name)[..., :64].contiguous() for name in names}
+    elif flag != "gradients":
+        changes[flag] = False
+    with torch.set_grad_enabled(flag == "gradients"), pytest.raises(Stayed):
+        route(chunk_kda, case, **changes)
     assert not hits
 
 
