@@ -1,7 +1,8 @@
 """Fast forward pass of Kimi Delta Attention (arXiv 2510.26692) for NVIDIA GPUs.
 
-``fwd`` is the operation, ``workspace_size`` the scratch memory it needs. CPU tensors work too,
-slowly. Importing this package opens no library and does not initialise CUDA.
+``fwd`` is the operation, ``chunk_kda`` the same under flash-linear-attention's argument names,
+``workspace_size`` the scratch memory it needs. CPU tensors work too, slowly. Importing this package
+opens no library and does not initialise CUDA; it registers ``torch.ops.flash_kda.fwd``.
 """
 
 from ._version import __version__
@@ -16,6 +17,7 @@ from .errors import (
     NoCubinError,
     UnsupportedGPUError,
 )
+from .functional import chunk_kda
 from .ops import fwd, workspace_size
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "NoCubinError",
     "UnsupportedGPUError",
     "__version__",
+    "chunk_kda",
     "fwd",
     "workspace_size",
 ]

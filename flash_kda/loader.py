@@ -76,10 +76,11 @@ def find_driver() -> tuple[int, int]:
     try:
         return driver.driver_version()
     except driver.DriverUnavailable as error:
+        reason = str(error).removeprefix("no NVIDIA driver").strip(" :")
         raise DriverNotFoundError(
-            f"flash_kda found {error}. CUDA tensors need one; CPU tensors still work, through the "
-            "slower reference path. Inside a container, start it with GPU access (for example "
-            "docker run --gpus all)."
+            f"flash_kda found no NVIDIA driver ({reason}). CUDA tensors need one; CPU tensors "
+            "still work, through the slower reference path. Inside a container, start it with GPU "
+            "access (for example docker run --gpus all)."
         ) from error
     except driver.DriverCallFailed as error:
         raise LoaderError(f"The NVIDIA driver does not tell its version: {error}.") from error

@@ -12,7 +12,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from . import abi, cpu, loader
+from . import abi, cpu, library, loader
 from .arguments import CheckedCall, check, check_workspace_size
 from .layout import FINAL, LIMIT_TEXT, TOKEN_LIMIT, WORKSPACE, refuse, shown
 
@@ -131,6 +131,73 @@ def fwd(
         LoaderError: no GPU code can be loaded for the device (see its subclasses).
         LaunchError: the driver refused the launch.
     """
+    if torch.compiler.is_compiling():
+        # Traced as one operator, so that the compiler does not follow the pointers inside.
+        _operator(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            out,
+            A_log,
+            dt_bias,
+            lower_bound,
+            initial_state,
+            final_state,
+            cu_seqlens,
+            workspace=workspace,
+            beta_is_logits=beta_is_logits,
+            state_indices=state_indices,
+            checkpoint_offsets=checkpoint_offsets,
+            checkpoint_states=checkpoint_states,
+        )
+        return
+    run(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        workspace=workspace,
+        beta_is_logits=beta_is_logits,
+        state_indices=state_indices,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_states=checkpoint_states,
+    )
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    workspace: Tensor | None = None,
+    beta_is_logits: bool = True,
+    state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+) -> None:
+    """``fwd`` on real tensors: what an eager call and the registered operator both execute."""
     call = check(
         q,
         k,
@@ -163,6 +230,9 @@ def fwd(
     # A compiled graph cannot enter or leave inference mode.
     with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
         cpu.forward(call.layout, tensors, call.scale, call.lower_bound, beta_is_logits)
+
+
+_operator = library.register(run)
 
 
 def workspace_size(t_total: int, heads: int, sequences: int) -> int:

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 
+def _fp32(state: torch.Tensor | None) -> torch.Tensor | None:
+    return None if state is None else state.float()
+
+
 def fla_version() -> str | None:
     """Version of the importable FLA, or None."""
     if importlib.util.find_spec("fla") is None:
@@ -51,7 +55,12 @@ class FLA:
         return self._chunk_kda is not None
 
     def bind(self, inputs: dict[str, Any]) -> Callable[[], torch.Tensor]:
-        """A call of the same function on the same inputs; it returns out [1, T, H, 128].
+        """A call of the same function on the same inputs; it returns out [1, T, H, 128]."""
+        call = self.bind_both(inputs)
+        return lambda: call()[0]
+
+    def bind_both(self, inputs: dict[str, Any]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A call of the same function on the same inputs; it returns out and the final state.
 
         FLA takes fp32 states only, so the states are handed over in fp32 whatever ours are.
         """
@@ -59,7 +68,7 @@ class FLA:
         chunk_kda = self._chunk_kda
         arguments = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "scale")}
         arguments |= {
-            "initial_state": inputs["initial_state"].float(),
+            "initial_state": _fp32(inputs["initial_state"]),
             "output_final_state": True,
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
@@ -72,7 +81,7 @@ class FLA:
             self._v_first: True,
         }
 
-        def call() -> torch.Tensor:
-            return chunk_kda(**arguments)[0]
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            return chunk_kda(**arguments)
 
         return call

@@ -1,4 +1,4 @@
-"""BENCHMARK_<GPU>.md, its chart and the table in README.md, from the JSON that bench.py wrote."""
+"""BENCHMARK_<GPU>.md, its chart and the tables of other pages, from the JSON of bench.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from bench_chart import Bars, speedup_chart
 
 README_BEGIN = "<!-- benchmark table: written by scripts/bench.py --report -->"
 README_END = "<!-- end of benchmark table -->"
+PAGES = ("README.md", "README.zh.md", "docs/performance.md")
+"""Where the short tables stand between the two markers."""
+REPOSITORY = "https://github.com/flash-kda/flash-kda/blob/main"
 STATE_TITLES = {"fp32": "fp32 states", "bf16": "bf16 states"}
 
 Row = dict[str, Any]
@@ -92,17 +95,45 @@ def rows_with(document: dict[str, Any], states: str) -> list[Row]:
     return [row for row in document["rows"] if row["states"] == states]
 
 
+def fla_is_host_bound(document: dict[str, Any], row: Row) -> bool:
+    """Whether FLA's time is that of launching its kernels, and says nothing about them.
+
+    A call for one token keeps the GPU busy for next to nothing: what FLA takes for it is host time,
+    and a case that takes no longer may be bound by the host as well.
+    """
+    one_token = [
+        other["fla_ms"]
+        for other in document["rows"]
+        if other.get("fla_ms") and parse_case(other["case"]).tokens == 1
+    ]
+    fla_ms = row.get("fla_ms")
+    return bool(one_token) and fla_ms is not None and fla_ms <= 1.02 * max(one_token)
+
+
 def speedups(
     document: dict[str, Any], rows: Sequence[Row]
 ) -> list[tuple[float | None, float | None]]:
-    """(over v1, over FLA) for each row."""
+    """(over v1, over FLA) for each row; no ratio where FLA was bound by its host."""
     return [
         (
             ratio(baseline_ms(document, row), row["flash_kda_ms"]),
-            ratio(row["fla_ms"], row["flash_kda_ms"]),
+            None if fla_is_host_bound(document, row) else ratio(row["fla_ms"], row["flash_kda_ms"]),
         )
         for row in rows
     ]
+
+
+def fla_text(document: dict[str, Any], row: Row) -> str:
+    """FLA's time, in brackets where it is its host's."""
+    text = milliseconds(row["fla_ms"])
+    return f"({text})" if fla_is_host_bound(document, row) else text
+
+
+HOST_BOUND_NOTE = (
+    "- FLA times in brackets are no longer than FLA takes for a single token: they are the time "
+    "its host needs to launch its kernels in this session, not the time of the kernels, and no "
+    "ratio is given."
+)
 
 
 def summary(document: dict[str, Any], rows: Sequence[Row]) -> list[str]:
@@ -147,7 +178,7 @@ def full_table(document: dict[str, Any], states: str) -> list[str]:
             [
                 title,
                 milliseconds(row["flash_kda_ms"]),
-                milliseconds(row["fla_ms"]),
+                fla_text(document, row),
                 times(over_fla),
                 milliseconds(baseline_ms(document, row)),
                 times(over_v1),
@@ -219,6 +250,7 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
         "- All calls read an initial state and write a final state. FLA takes fp32 states only, so "
         "its time is the same in both tables.",
         f"- FLA runs its Triton path on the same inputs, {fla}.",
+        HOST_BOUND_NOTE,
         f"- v1: {BASELINE_SOURCE}. It was not run again here.",
         "- floor: the time this card needs to copy the bytes that any implementation must move "
         "(q, k, v, g, beta, out, states).",
@@ -228,9 +260,13 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def readme_block(documents: Sequence[dict[str, Any]]) -> str:
-    """The short tables between the two markers of README.md, one per measured card."""
+def page_block(documents: Sequence[dict[str, Any]], in_docs: bool) -> str:
+    """The short tables between a page's two markers, one per measured card.
+
+    Pages of the documentation get the charts as well, and links that leave its site.
+    """
     lines: list[str] = []
+    reports = f"{REPOSITORY}/" if in_docs else ""
     for document in documents:
         name = document["gpu_short"]
         rows = [
@@ -242,7 +278,7 @@ def readme_block(documents: Sequence[dict[str, Any]]) -> str:
             [
                 parse_case(row["case"]).title,
                 milliseconds(row["flash_kda_ms"]),
-                milliseconds(row["fla_ms"]),
+                fla_text(document, row),
                 times(over_fla),
                 times(over_v1),
             ]
@@ -252,11 +288,13 @@ def readme_block(documents: Sequence[dict[str, Any]]) -> str:
         lines += [
             "",
             f"{document['gpu']}, fp32 states read and written, medians. All columns, method and "
-            f"versions: [BENCHMARK_{name}.md](BENCHMARK_{name}.md).",
+            f"versions: [BENCHMARK_{name}.md]({reports}BENCHMARK_{name}.md).",
             "",
+            *([f"![Speed-up](assets/bench_{name.lower()}.svg)", ""] if in_docs else []),
             *markdown_table(header, body),
             "",
             *summary(document, rows),
+            HOST_BOUND_NOTE,
             f"- v1: {BASELINE_SOURCE}.",
         ]
     if not lines:
@@ -264,20 +302,21 @@ def readme_block(documents: Sequence[dict[str, Any]]) -> str:
     return "\n".join([README_BEGIN, *lines, README_END])
 
 
-def update_readme(root: Path) -> Path | None:
-    """Rewrite README.md's table from every docs/data/bench_*.json; None when it has no markers."""
-    readme = root / "README.md"
-    if not readme.exists():
-        return None
-    text = readme.read_text(encoding="utf-8")
-    begin, end = text.find(README_BEGIN), text.find(README_END)
-    if begin < 0 or end < begin:
-        return None
+def update_pages(root: Path) -> list[Path]:
+    """Rewrite the tables from every docs/data/bench_*.json; returns the pages that have markers."""
     paths = sorted((root / "docs" / "data").glob("bench_*.json"))
     documents = [read_gpu_document(path) for path in paths]
-    text = text[:begin] + readme_block(documents) + text[end + len(README_END) :]
-    readme.write_text(text, encoding="utf-8")
-    return readme
+    written = []
+    for name in PAGES:
+        page = root / name
+        text = page.read_text(encoding="utf-8") if page.exists() else ""
+        begin, end = text.find(README_BEGIN), text.find(README_END)
+        if begin < 0 or end < begin:
+            continue
+        block = page_block(documents, in_docs=name.startswith("docs/"))
+        page.write_text(text[:begin] + block + text[end + len(README_END) :], encoding="utf-8")
+        written.append(page)
+    return written
 
 
 def chart(document: dict[str, Any]) -> str:
@@ -309,5 +348,4 @@ def write_report(root: Path, source: Path) -> list[Path]:
     report = root / f"BENCHMARK_{name}.md"
     chart_name = chart_path.relative_to(root).as_posix()
     report.write_text(report_text(document, json_name, chart_name), encoding="utf-8")
-    readme = update_readme(root)
-    return [report, chart_path, *([readme] if readme else [])]
+    return [report, chart_path, *update_pages(root)]

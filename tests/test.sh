@@ -37,7 +37,7 @@ install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 wanted=$(cat requirements/*.txt build_tools/toolkit.py build_tools/cutlass.py | sha256sum)
 if [[ "$(cat "$environment/wanted" 2>/dev/null)" != "$wanted" ]]; then
   say "Setting up $environment"
-  install -r requirements/test.txt -r requirements/lint.txt 'torch>=2.4'
+  install -r requirements/test.txt -r requirements/lint.txt -r requirements/docs.txt 'torch>=2.4'
   # Compilers have a place of their own: torch may depend on another release of the same packages.
   rm -rf "$tools"
   for cuda in 12.9 13.0; do

@@ -231,10 +231,15 @@ def test_report(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     markers = f"{bench_report.README_BEGIN}\nold\n{bench_report.README_END}"
     readme.write_text(f"before\n\n{markers}\n\nafter\n")
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n\n{markers}\n")
     source = write_fixture(tmp_path, document())
     written = bench_report.write_report(tmp_path, source)
     report, chart = tmp_path / "BENCHMARK_H200.md", tmp_path / "docs/assets/bench_h200.svg"
-    assert written == [report, chart, readme]
+    assert written == [report, chart, readme, page]
+    assert "(assets/bench_h200.svg)" in page.read_text()
+    assert "/blob/main/BENCHMARK_H200.md)" in page.read_text()
     text = report.read_text()
     assert (
         "| 1 x 8192, H = 96 | 0.699 | 1.397 | 2.00x | 1.397 | 2.00x | 0.236 | 12.3 | 3.0 |" in text
@@ -262,12 +267,19 @@ def test_report_of_another_card_cites_no_v1(tmp_path: Path) -> None:
 
 def test_reports_of_this_repository_are_as_bench_writes_them(tmp_path: Path) -> None:
     """So that --report changes nothing until the measurements do."""
-    shutil.copy(ROOT / "README.md", tmp_path)
+    for page in bench_report.PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
     if (ROOT / "docs" / "data").exists():
-        shutil.copytree(ROOT / "docs" / "data", tmp_path / "docs" / "data")
-    written = [bench_report.update_readme(tmp_path)]
+        shutil.copytree(ROOT / "docs" / "data", tmp_path / "docs" / "data", dirs_exist_ok=True)
+    written = bench_report.update_pages(tmp_path)
     for source in sorted((tmp_path / "docs" / "data").glob("bench_*.json")):
         written += bench_report.write_report(tmp_path, source)
     for path in written:
-        assert path is not None
         assert path.read_bytes() == (ROOT / path.relative_to(tmp_path)).read_bytes()
+
+
+@pytest.mark.parametrize("page", bench_report.PAGES)
+def test_pages_of_this_repository_have_the_markers(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert text.index(bench_report.README_BEGIN) < text.index(bench_report.README_END)

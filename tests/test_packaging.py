@@ -115,7 +115,7 @@ def test_sdist_carries_the_same_cutlass(unpacked: Path) -> None:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    modules = {f"flash_kda/{p.name}" for p in (ROOT / "flash_kda").glob("*.py")}
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "flash_kda").rglob("*.py")}
     built = {"flash_kda/manifest.json", "flash_kda/lib/libflash_kda.so", *CUBINS}
     licences = {"LICENSE", "licenses/CUTLASS-BSD-3-Clause.txt"}
     info = {"METADATA", "RECORD", "WHEEL", "top_level.txt", *(f"licenses/{n}" for n in licences)}

@@ -1,0 +1,200 @@
+"""``chunk_kda``: the operation under the argument names of flash-linear-attention (FLA).
+
+What the kernels compute is one choice among FLA's options. Every other choice is refused with its
+reason: nothing is approximated, and no option is ignored that would change the result.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops import fwd
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Kimi Delta Attention with the argument names and defaults of ``fla.ops.kda.chunk_kda``.
+
+    The names, their order and their defaults are FLA's, so that calls can be moved here. The
+    defaults describe a call that the kernels do not serve: set at least
+    ``use_qk_l2norm_in_kernel=True``, ``use_gate_in_kernel=True`` and ``lower_bound``, and
+    ``state_v_first=True`` if states go in or out. It can be compiled by torch.compile with
+    ``fullgraph=True``; there is no backward pass.
+
+    Args:
+        q, k, v, g: bf16 [B, T, H, 128], raw, strides as for ``flash_kda.fwd``.
+        beta: bf16 or fp32 [B, T, H]: logits with ``use_beta_sigmoid_in_kernel=True``, else the
+            step sizes themselves, between 0 and 1.
+        scale: factor of the output; None means 128 ** -0.5.
+        initial_state: fp32 or bf16 [N, H, V, K], or None for zeros. N is B, or the number of
+            packed sequences.
+        output_final_state: return the states after the last tokens, else None in their place.
+        use_qk_l2norm_in_kernel: must be True.
+        use_gate_in_kernel: must be True.
+        use_beta_sigmoid_in_kernel: whether beta holds logits.
+        allow_neg_eigval: must be False.
+        safe_gate: either; FLA chooses between two ways to compute the same function by it.
+        lower_bound: the least log decay per token, in [-5, 0]; must be given.
+        disable_recompute: no effect: it concerns FLA's backward pass.
+        return_intermediate_states: must be False; ``flash_kda.fwd`` has ``checkpoint_states``.
+        state_v_first: must be True if there is an initial or a final state.
+        cu_seqlens: int32 or int64 [N + 1] on the tensors' device, or None; B is then 1.
+        cu_seqlens_cpu: no effect: the values are never needed on the host.
+        cp_context: must be None.
+        use_graph: no effect: every call may be captured in a CUDA graph.
+        max_num_seqs: the number of sequences, or None; checked, as FLA does, with ``use_graph``.
+        A_log: H elements of any float dtype in any shape, or None for exp(A_log) = 1.
+        dt_bias: [H, 128] or [H * 128] of any float dtype, or None for 0.
+        transpose_state_layout: the older name of ``state_v_first``; deprecated.
+
+    Returns:
+        ``(out, final_state)``: bf16 [B, T, H, 128], and fp32 [N, H, V, K] or None. Rows of ``out``
+        that ``cu_seqlens`` does not cover hold anything.
+
+    Raises:
+        ValueError: a choice that the kernels do not offer, with the reason; and, as TypeError and
+            FlashKDAError, what ``flash_kda.fwd`` raises.
+    """
+    if transpose_state_layout is not None:
+        if state_v_first:
+            raise ValueError(
+                "flash_kda.chunk_kda: state_v_first and transpose_state_layout, its older name, "
+                "are both given; needs one of them"
+            )
+        warnings.warn(
+            "transpose_state_layout is the older name of state_v_first", DeprecationWarning, 2
+        )
+        state_v_first = transpose_state_layout
+    if not use_qk_l2norm_in_kernel:
+        raise ValueError(
+            _refuse("use_qk_l2norm_in_kernel", False, "True: the kernels normalise q and k always")
+        )
+    if not use_gate_in_kernel:
+        raise ValueError(
+            _refuse(
+                "use_gate_in_kernel",
+                False,
+                "True: the kernels take g before its activation and have no input for decays",
+            )
+        )
+    if allow_neg_eigval:
+        raise ValueError(
+            _refuse("allow_neg_eigval", True, "False: the kernels' step sizes lie in [0, 1]")
+        )
+    if lower_bound is None:
+        raise ValueError(
+            _refuse(
+                "lower_bound",
+                None,
+                "a float in [-5, 0]: the kernels have the bounded gate only, not the softplus "
+                "gate that None selects",
+            )
+        )
+    if return_intermediate_states:
+        raise ValueError(
+            _refuse(
+                "return_intermediate_states",
+                True,
+                "False: the kernels do not keep the state of every chunk; flash_kda.fwd writes "
+                "those that its checkpoint_offsets name",
+            )
+        )
+    if cp_context is not None:
+        raise ValueError(
+            _refuse(
+                "cp_context",
+                type(cp_context).__name__,
+                "None: the kernels do not split a sequence over several GPUs",
+            )
+        )
+    if not state_v_first and (initial_state is not None or output_final_state):
+        raise ValueError(
+            _refuse(
+                "state_v_first",
+                False,
+                "True when there is an initial or a final state: the kernels keep states as "
+                "[N, H, V, K]; convert one of [N, H, K, V] with .mT.contiguous()",
+            )
+        )
+    required: tuple[tuple[str, object], ...] = (("q", q), ("v", v))
+    for name, tensor in required:
+        if not isinstance(tensor, Tensor):
+            got = f"a value of type {type(tensor).__name__}"
+            raise TypeError(_refuse(name, got, "a torch.Tensor"))
+        if tensor.dim() != 4:
+            got = f"shape {list(tensor.shape)}"
+            raise ValueError(_refuse(name, got, "4 dimensions, [B, T, H, 128]"))
+    if q.shape[2] != v.shape[2]:
+        raise ValueError(
+            _refuse(
+                "v",
+                f"{v.shape[2]} heads while q has {q.shape[2]}",
+                "as many: the kernels have no grouped value heads; repeat q and k",
+            )
+        )
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
+        raise ValueError(
+            _refuse(
+                "max_num_seqs",
+                max_num_seqs,
+                f"{sequences}, the number of sequences: pad cu_seqlens with empty ones",
+            )
+        )
+
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final_state = None
+    if output_final_state:
+        shape = (sequences, v.shape[2], v.shape[3], q.shape[3])
+        final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
+    fwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        beta_is_logits=use_beta_sigmoid_in_kernel,
+    )
+    return out, final_state
+
+
+def _refuse(name: str, got: object, needs: str) -> str:
+    return f"flash_kda.chunk_kda: {name}: got {got}; needs {needs}"

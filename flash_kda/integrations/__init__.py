@@ -1,0 +1,1 @@
+"""Adapters for programs that call Kimi Delta Attention under names of their own."""

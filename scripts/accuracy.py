@@ -1,0 +1,178 @@
+"""Error of flash_kda.fwd against the recurrence in float64, with FLA's Triton kernels beside it.
+
+    python scripts/accuracy.py                       measure and print
+    python scripts/accuracy.py --publish             and write the JSON, the plot and the page
+    python scripts/accuracy.py --report docs/data/accuracy_h200.json    write plot and page again
+
+--publish writes docs/data/accuracy_<gpu>.json, docs/assets/accuracy_<gpu>.svg and the tables in
+docs/accuracy.md. Without a GPU the CPU path is measured, in smaller cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+# Appended, so that an installed flash_kda wins over the source tree, which may not be built.
+sys.path.append(str(ROOT))
+
+import accuracy_report  # noqa: E402
+import bench_facts  # noqa: E402
+from bench_fla import FLA  # noqa: E402
+
+import flash_kda  # noqa: E402
+from flash_kda.reference import recurrent_kda  # noqa: E402
+
+WIDTH = 128
+SEED = 20251030
+LENGTHS = (16, 64, 256, 1024, 4096, 16384)
+BOUNDS = (-5.0, -2.0, -1.0, -0.1, -0.01, 0.0)
+GATES = (-30.0, -8.0, -4.0, -2.0, 0.0, 2.0, 4.0, 30.0)
+BETAS = (-2.0, 0.0, 2.0, 4.0, 8.0)
+
+Inputs = dict[str, Any]
+
+
+def make_inputs(tokens: int, heads: int, device: torch.device) -> Inputs:
+    """Ordinary random inputs of one sequence."""
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    shape = (1, tokens, heads, WIDTH)
+    return {
+        **{name: normal(*shape).bfloat16() for name in ("q", "k", "v", "g")},
+        "beta": normal(*shape[:3]).bfloat16(),
+        "scale": WIDTH**-0.5,
+        "A_log": torch.rand(heads, generator=generator, device=device),
+        "dt_bias": torch.rand(heads, WIDTH, generator=generator, device=device),
+        "lower_bound": -5.0,
+        "initial_state": normal(1, heads, WIDTH, WIDTH),
+        "cu_seqlens": None,
+    }
+
+
+def with_gate(inputs: Inputs, centre: float) -> Inputs:
+    """Gate inputs around a value: very negative ones keep everything, large ones forget it."""
+    return {**inputs, "g": (inputs["g"].float() + centre).bfloat16()}
+
+
+def with_one_key(inputs: Inputs, beta: float) -> Inputs:
+    """One key all over, as a run of one token gives: the chunks' triangular systems at their worst.
+
+    Keys decay weakly and step sizes are near one.
+    """
+    key = inputs["k"][:, :1].expand_as(inputs["k"]).contiguous()
+    return {
+        **with_gate(inputs, -8.0),
+        "q": key.clone(),
+        "k": key,
+        "beta": torch.full_like(inputs["beta"], beta),
+    }
+
+
+def sweeps(
+    lengths: Sequence[int], tokens: int, heads: int, device: torch.device
+) -> Iterator[tuple[str, str, Callable[[], Inputs]]]:
+    """Name of a sweep, name of a point of it, and its inputs."""
+    for count in lengths:
+        yield "length", str(count), partial(make_inputs, count, heads, device)
+    for count in lengths:
+        yield "length, no decay", str(count), partial(_kept, count, heads, device)
+    base = make_inputs(tokens, heads, device)
+    for centre in GATES:
+        yield "gate input around", f"{centre:g}", partial(with_gate, base, centre)
+    for bound in BOUNDS:
+        yield "lower_bound", f"{bound:g}", partial(dict, base, lower_bound=bound)
+    for beta in BETAS:
+        yield "one key, beta logit", f"{beta:g}", partial(with_one_key, base, beta)
+
+
+def _kept(tokens: int, heads: int, device: torch.device) -> Inputs:
+    return with_gate(make_inputs(tokens, heads, device), -30.0)
+
+
+def relative_error(x: Tensor, truth: Tensor) -> float | None:
+    """In the 2-norm; None when something is not finite, which JSON has no number for."""
+    error = float((x.double() - truth).norm() / truth.norm())
+    return error if math.isfinite(error) else None
+
+
+def run_ours(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(inputs["v"])
+    state = torch.empty_like(inputs["initial_state"])
+    flash_kda.fwd(**inputs, out=out, final_state=state)
+    return out, state
+
+
+def measure(make: Callable[[], Inputs], fla: FLA | None) -> dict[str, Any]:
+    inputs = make()
+    truth = recurrent_kda(**inputs)
+    row: dict[str, Any] = {"tokens": inputs["q"].shape[1]}
+    callers: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "flash_kda": partial(run_ours, inputs)
+    }
+    if fla is not None:
+        callers["fla"] = fla.bind_both(inputs)
+    for name, call in callers.items():
+        with torch.inference_mode():
+            results = call()
+        errors = [relative_error(x, y) for x, y in zip(results, truth, strict=True)]
+        row[name] = dict(zip(("out", "final_state"), errors, strict=True))
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda when present)")
+    parser.add_argument("--heads", type=int, help="default: 8, on the CPU 2")
+    parser.add_argument("--max-tokens", type=int, help="longest sequence (default: 16384, CPU 256)")
+    parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
+    parser.add_argument("--publish", action="store_true", help="write JSON, plot and page")
+    parser.add_argument("--report", type=Path, help="write plot and page from this JSON only")
+    arguments = parser.parse_args(argv)
+    if arguments.report:
+        accuracy_report.write(ROOT, json.loads(arguments.report.read_text(encoding="utf-8")))
+        return 0
+
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_cuda = device.type == "cuda"
+    heads = arguments.heads or (8 if on_cuda else 2)
+    longest = arguments.max_tokens or (LENGTHS[-1] if on_cuda else 256)
+    lengths = [n for n in LENGTHS if n <= longest] or [longest]
+    fla = FLA()
+    beside = fla if fla.available and on_cuda and not arguments.no_fla else None
+    document = {
+        **bench_facts.collect(ROOT, device),
+        "heads": heads,
+        "fla": beside and beside.version,
+    }
+    document["rows"] = []
+    for sweep, point, make in sweeps(lengths, min(2048, longest), heads, device):
+        row = {"sweep": sweep, "point": point, **measure(make, beside)}
+        document["rows"].append(row)
+        print(accuracy_report.line(row), flush=True)
+    if arguments.publish:
+        name = document["gpu_short"].lower()
+        path = ROOT / "docs" / "data" / f"accuracy_{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        accuracy_report.write(ROOT, document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""``torch.ops.flash_kda.fwd``: its schema, its fake implementation, and compiling with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+from cases import make_case, same_bits
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_kda
+
+OPERATOR = torch.ops.flash_kda.fwd.default
+HEADS = 2
+
+
+def call(case: cases.Case, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the operator, with fresh outputs."""
+    positional = (
+        *(case.q, case.k, case.v, case.g, case.beta, case.scale, torch.zeros_like(case.v)),
+        *(case.A_log, case.dt_bias, case.lower_bound, case.initial_state),
+        *(changes.pop("final_state", torch.zeros(case.state_shape)), case.cu_seqlens),
+    )
+    return positional, changes
+
+
+class Layer(nn.Module):
+    """What a model does around the operation: one projection, views of it, chunk_kda."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, 4 * HEADS * 128, dtype=torch.bfloat16)
+        self.step = nn.Linear(width, HEADS, dtype=torch.bfloat16)
+        self.A_log = nn.Parameter(torch.rand(HEADS))
+        self.dt_bias = nn.Parameter(torch.rand(HEADS * 128))
+        self.requires_grad_(False)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v, g = self.project(x).unflatten(-1, (4, HEADS, 128)).unbind(2)
+        out, final = flash_kda.chunk_kda(
+            q,
+            k,
+            v,
+            g,
+            self.step(x),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=-5.0,
+            state_v_first=True,
+            cu_seqlens=cu_seqlens,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+        )
+        return out.flatten(2) * 2, final
+
+
+def inputs(rng: cases.Random, batch: int, tokens: int) -> Tensor:
+    return rng.normal(batch, tokens, 48, dtype=torch.bfloat16)
+
+
+def test_schema_names_what_is_written() -> None:
+    arguments = OPERATOR._schema.arguments
+    written = {x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write}
+    assert written == {"out", "final_state", "workspace", "checkpoint_states"}
+    assert not OPERATOR._schema.returns
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "bare"])
+def test_opcheck(rng: cases.Random, kind: str) -> None:
+    if kind == "packed":
+        case = make_case(rng, lengths=(20, 0, 13))
+    else:
+        case = make_case(rng, batch=2, tokens=20)
+    if kind == "bare":
+        case = case.but(A_log=None, dt_bias=None, initial_state=None)
+        positional, keywords = call(case, final_state=None)
+    else:
+        positional, keywords = call(case)
+    torch.library.opcheck(OPERATOR, positional, keywords)
+
+
+def test_opcheck_of_pools_and_checkpoints(rng: cases.Random) -> None:
+    case = make_case(rng, lengths=(40, 20), initial_state=None)
+    case.initial_state = rng.normal(4, HEADS, 128, 128)
+    positional, keywords = call(
+        case,
+        final_state=torch.zeros(4, HEADS, 128, 128),
+        beta_is_logits=True,
+        state_indices=torch.tensor([3, 1], dtype=torch.int32),
+        checkpoint_offsets=torch.tensor([16, 32, 56], dtype=torch.int32),
+        checkpoint_states=torch.zeros(3, HEADS, 128, 128),
+    )
+    torch.library.opcheck(OPERATOR, positional, keywords)
+
+
+def test_operator_is_fwd(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=30)
+    positional, _ = call(case)
+    OPERATOR(*positional)
+    out, state = cases.forward(case)
+    assert same_bits(positional[6], out) and same_bits(positional[11], state)
+
+
+def test_operator_reports_misuse_as_fwd_does(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=30).but(lower_bound=-7.0)
+    with pytest.raises(ValueError, match="lower_bound"):
+        OPERATOR(*call(case)[0])
+
+
+def test_eager_calls_bypass_the_dispatcher(rng: cases.Random) -> None:
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    case = make_case(rng, tokens=10)
+    with Watch():
+        cases.forward(case)
+    assert seen and not any("flash_kda" in name for name in seen)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_to_one_graph(rng: cases.Random, backend: str) -> None:
+    layer = Layer()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    state = rng.normal(2, HEADS, 128, 128)
+    with torch.inference_mode():
+        for tokens in (33, 50, 17):  # the second length makes the compiler use symbolic sizes
+            x = inputs(rng, 2, tokens)
+            for ours, expected in zip(compiled(x, state), layer(x, state), strict=True):
+                assert cases.relative_error(ours, expected) < 1e-2
+
+
+def test_compiles_packed_sequences(rng: cases.Random) -> None:
+    layer = Layer()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for bounds in ([0, 20, 33], [0, 5, 5, 41]):
+            x = inputs(rng, 1, bounds[-1])
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+            expected = layer(x, None, cu_seqlens)
+            for ours, theirs in zip(compiled(x, None, cu_seqlens), expected, strict=True):
+                assert same_bits(ours, theirs)
+
+
+def test_compiled_fwd_writes_in_place(rng: cases.Random) -> None:
+    """A state given as both initial and final one, and an output that is a view of a buffer."""
+    case = make_case(rng, tokens=40)
+    state = case.initial_state.clone()
+    expected_out, expected_state = cases.forward(case)
+    buffer = torch.zeros(1, 40, 2 * HEADS, 128, dtype=torch.bfloat16)
+
+    def step(state: Tensor, buffer: Tensor) -> Tensor:
+        out = buffer[:, :, HEADS:]
+        flash_kda.fwd(
+            *(case.q, case.k, case.v, case.g, case.beta, case.scale, out),
+            *(case.A_log, case.dt_bias, case.lower_bound, state, state),
+        )
+        return out + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    result = compiled(state, buffer)
+    assert same_bits(state, expected_state)
+    assert same_bits(buffer[:, :, HEADS:], expected_out)
+    assert torch.count_nonzero(buffer[:, :, :HEADS]) == 0
+    assert same_bits(result, expected_out + 1)
+
+
+def test_exports(rng: cases.Random) -> None:
+    layer = Layer()
+    x = inputs(rng, 2, 33)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: tokens}})
+        assert any("flash_kda" in str(node.target) for node in program.graph.nodes)
+        x = inputs(rng, 2, 47)
+        for ours, expected in zip(program.module()(x), layer(x), strict=True):
+            assert same_bits(ours, expected)
+
+
+def test_refusals_reach_the_user_of_a_compiled_function(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=20)
+
+    def step(q: Tensor) -> Tensor:
+        return flash_kda.chunk_kda(q, case.k, case.v, case.g, case.beta, lower_bound=-5.0)[0]
+
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="use_qk_l2norm_in_kernel"):
+        torch.compile(step, backend="aot_eager")(case.q)
