@@ -39,12 +39,7 @@ def work(argv: Sequence[str] | None = None) -> None:
         # What sysconfig answers as the platform, as cross-building tools set it.
         "_PYTHON_HOST_PLATFORM": f"linux-{leg.arch}",
     }
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    with (
-        cli.step(f"wheel for {leg.name}"),
-        tempfile.TemporaryDirectory(dir=out) as scratch,
-    ):
+    with cli.step(f"wheel for {leg.name}"), tempfile.TemporaryDirectory() as scratch:
         cli.call(
             *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir"),
             *("--wheel-dir", scratch, arguments.sdist.resolve()),
@@ -52,8 +47,8 @@ def work(argv: Sequence[str] | None = None) -> None:
             quiet=True,
         )
         (wheel,) = Path(scratch).glob("*.whl")
-        wheel.replace(out / wheel.name)  # whole or not at all
-    cli.say(str(out / wheel.name))
+        made = cli.publish(wheel, arguments.out)
+    cli.say(str(made))
 
 
 if __name__ == "__main__":

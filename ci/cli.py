@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from build_tools.cache import write_atomic
 from build_tools.common import ROOT, BuildError
 
 DRY_RUN = "FLASH_KDA_CI_DRY_RUN"
 
-__all__ = ["ROOT", "BuildError", "call", "dry_run", "main", "parser", "say", "step"]
+__all__ = ["ROOT", "BuildError", "call", "dry_run", "main", "parser", "publish", "say", "step"]
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -58,6 +59,13 @@ def step(text: str) -> Iterator[None]:
     begin = time.monotonic()
     yield
     say(f"    {time.monotonic() - begin:.1f} s")
+
+
+def publish(file: Path, out: Path) -> Path:
+    """Put a finished file into ``out``: all of it, or nothing if this is interrupted."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / file.name, file.read_bytes())
+    return out / file.name
 
 
 def call(

@@ -32,10 +32,8 @@ def derive(base: Path, local: str, out: Path) -> Path:
     if wheel.torch_requirement() is None:
         raise BuildError(f"{base.name} does not require torch exactly once")
     version = f"{wheel.version.public}+{local}"
-    base, out = base.resolve(), out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as scratch:
-        _wheel_command("unpack", "--dest", scratch, base)
+    with tempfile.TemporaryDirectory() as scratch:
+        _wheel_command("unpack", "--dest", scratch, base.resolve())
         (tree,) = Path(scratch).iterdir()
         info = tree / wheel.dist_info
         _rewrite(info / "METADATA", version, pinned(local_torch(local)))
@@ -44,7 +42,7 @@ def derive(base: Path, local: str, out: Path) -> Path:
         packed.mkdir()
         _wheel_command("pack", "--dest-dir", packed, tree)
         (made,) = packed.iterdir()
-        return made.replace(out / made.name)
+        return cli.publish(made, out)
 
 
 def _rewrite(metadata: Path, version: str, requirement: str) -> None:

@@ -27,12 +27,10 @@ def auditwheel() -> list[str]:
 
 def repair(wheel: Path, leg: matrix.Leg, described: matrix.Matrix, out: Path) -> Path:
     """Repair, add the toolkit's local version if it has one, verify; returns the new wheel."""
-    out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     if Wheel(wheel).arch != leg.arch:
         raise BuildError(f"{wheel.name} is not a wheel for {leg.arch}")
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
-    with tempfile.TemporaryDirectory(dir=out) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         cli.call(
             # The oldest platform that the launcher runs on; the gates say which is acceptable.
             *(*auditwheel(), "repair", "--plat", "auto"),
@@ -45,7 +43,7 @@ def repair(wheel: Path, leg: matrix.Leg, described: matrix.Matrix, out: Path) ->
         if local is not None:
             repaired = derive.derive(repaired, local, Path(scratch) / "local")
         verify.verify(repaired, described)
-        return repaired.replace(out / repaired.name)
+        return cli.publish(repaired, out)
 
 
 def work(argv: Sequence[str] | None = None) -> None:

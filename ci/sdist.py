@@ -17,16 +17,14 @@ def work(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if cli.dry_run(f"make the sdist in {arguments.out}"):
         return
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    with cli.step("sdist"), tempfile.TemporaryDirectory(dir=out) as scratch:
+    with cli.step("sdist"), tempfile.TemporaryDirectory() as scratch:
         # The environment's own setuptools: the build needs nothing else for an sdist, except the
         # CUTLASS headers, which requirements/wheels.txt brings where there is no submodule.
         code = f"from build_tools import backend; backend.build_sdist({scratch!r})"
         cli.call(sys.executable, "-c", code, quiet=True)
         (tarball,) = Path(scratch).glob("*.tar.gz")
-        tarball.replace(out / tarball.name)
-    cli.say(str(out / tarball.name))
+        made = cli.publish(tarball, arguments.out)
+    cli.say(str(made))
 
 
 if __name__ == "__main__":
