@@ -1,7 +1,8 @@
-"""Cubins and launchers that an earlier step made, taken instead of compiling: ``FLASH_KDA_PREBUILT``.
+"""Cubins and launchers that an earlier step made, taken instead of compiling here.
 
 A release compiles cubins once per toolkit and links the launcher once per platform; the wheels are
-then put together where neither compiler exists. The folder that the variable names holds::
+then put together where neither compiler exists. The folder that
+``FLASH_KDA_PREBUILT`` names holds::
 
     cubins-12.9/cubins.json, flash_kda.sm_90a.cubin, ...
     launcher-x86_64/launcher.json, libflash_kda.so

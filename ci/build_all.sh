@@ -47,25 +47,22 @@ matrix() { "$PYTHON" -c "from ci import matrix; m = matrix.load(); print(*($1), 
 
 say "Parts"
 ci matrix check
-rm -rf "$work/parts" "$work/raw" "$out"
+rm -rf "$work/parts" "$work/raw" "$work/repaired" "$out"/{pypi,wheels,whl}
 for toolkit in $(matrix m.toolkits); do ci compile_cubins --toolkit "$toolkit" --parts "$work/parts"; done
 for arch in $(matrix m.architectures); do ci link_launcher --arch "$arch" --parts "$work/parts"; done
 
 say "Wheels"
-ci sdist --out "$out/pypi"
+ci sdist --out "$work/repaired"
 for leg in $(matrix 'leg.name for leg in m.legs'); do
-  ci assemble --leg "$leg" --sdist "$out"/pypi/*.tar.gz --parts "$work/parts" --out "$work/raw/$leg"
-  place=$out/wheels
-  [[ $leg == "$(matrix '["cu" + m.default_toolkit.replace(".", "")]')"-* ]] && place=$out/pypi
-  ci repair --leg "$leg" --wheel "$work/raw/$leg"/*.whl --out "$place"
+  ci assemble --leg "$leg" --sdist "$work"/repaired/*.tar.gz --parts "$work/parts" \
+    --out "$work/raw/$leg"
+  ci repair --leg "$leg" --wheel "$work/raw/$leg"/*.whl --out "$work/repaired"
 done
 selection=()
-if [[ ${pinned[*]} == all ]]; then
-  mapfile -t pinned < <(matrix 'm.combinations()')
-else
+if [[ ${pinned[*]} != all ]]; then
   for local in "${pinned[@]}"; do selection+=(--local "$local"); done
 fi
-ci pin --wheels "$out/pypi" --wheels "$out/wheels" --out "$out/wheels" "${selection[@]}"
+ci stage --from "$work/repaired" --out "$out" "${selection[@]}"
 
 say "Index"
 ci index --wheels "$out/pypi" --wheels "$out/wheels" --out "$out/whl" "${selection[@]}"

@@ -1,7 +1,7 @@
 """Derives a wheel with a local version from a repaired one: nothing differs but the metadata.
 
-  --local cu130           the plain wheel of a toolkit that is not the default one
-  --local cu129torch2.8   the same files, requiring torch 2.8
+--local cu130           the plain wheel of a toolkit that is not the default one
+--local cu129torch2.8   the same files, requiring torch 2.8
 """
 
 from __future__ import annotations

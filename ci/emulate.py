@@ -18,7 +18,7 @@ from build_tools.common import CSRC, package_module
 
 from . import cli, gates, matrix
 from .cli import ROOT, BuildError
-from .wheelfile import Wheel
+from .wheelfile import Wheel, only_wheel
 
 SYSROOTS = {"aarch64": Path("/usr/aarch64-linux-gnu"), "x86_64": Path("/usr/x86_64-linux-gnu")}
 _NO_DRIVER = "open=2"
@@ -59,11 +59,11 @@ def ask(library: bytes, arch: str, described: matrix.Matrix) -> str:
 def work(argv: Sequence[str] | None = None) -> None:
     """The command."""
     parser = cli.parser("emulate", __doc__)
-    parser.add_argument("--wheel", type=Path, required=True)
+    parser.add_argument("--wheel", type=Path, required=True, help="a wheel, or the folder of one")
     arguments = parser.parse_args(argv)
     if cli.dry_run(f"open the launcher of {arguments.wheel}"):
         return
-    wheel = Wheel(arguments.wheel)
+    wheel = Wheel(only_wheel(arguments.wheel))
     with cli.step(f"open the launcher for {wheel.arch}"):
         answer = ask(wheel.files[gates.LAUNCHER], wheel.arch, matrix.load())
     lines = answer.splitlines()

@@ -19,6 +19,7 @@ from elftools.common.exceptions import ELFError
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
+from elftools.elf.sections import SymbolTableSection
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -195,7 +196,8 @@ def launcher_dependencies(wheel: Wheel, matrix: Matrix) -> Problems:
         yield f"the launcher is for {elf['e_machine']}, the wheel for {wheel.arch}"
     for section in elf.iter_sections():
         if isinstance(section, DynamicSection):
-            needed = {tag.needed for tag in section.iter_tags("DT_NEEDED")}
+            # pyelftools gives a tag an attribute named after its kind.
+            needed: set[str] = {tag.needed for tag in section.iter_tags("DT_NEEDED")}
             if needed - ALLOWED_LIBRARIES:
                 yield f"the launcher links {', '.join(sorted(needed - ALLOWED_LIBRARIES))}"
             if any(section.iter_tags("DT_RPATH")) or any(section.iter_tags("DT_RUNPATH")):
@@ -214,7 +216,7 @@ def launcher_symbols(wheel: Wheel, matrix: Matrix) -> Problems:
     """Exports the C ABI and nothing else; uses nothing of torch, Python or CUDA."""
     elf = _launcher(wheel)
     table = elf.get_section_by_name(".dynsym") if elf is not None else None
-    if table is None:
+    if not isinstance(table, SymbolTableSection):
         return  # told by launcher_dependencies
     exported, imported = set(), set()
     for symbol in table.iter_symbols():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import html
+import re
 import shutil
 import sys
 import tempfile
@@ -87,8 +88,17 @@ def collect(
     return {key: wheel.path for key, wheel in found.items()}
 
 
-def write(wheels: dict[Key, Path], out: Path, base_url: str | None = None) -> None:
-    """Write the index; wheels lie in OUT/files unless ``base_url`` says where they are."""
+def write(
+    wheels: dict[Key, Path],
+    out: Path,
+    base_url: str | None = None,
+    previous: Path | None = None,
+) -> None:
+    """Write the index; wheels lie in OUT/files unless ``base_url`` says where they are.
+
+    With ``previous``, an index that was written with a ``base_url``, its links stay, except to
+    files of the same names.
+    """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
@@ -96,30 +106,46 @@ def write(wheels: dict[Key, Path], out: Path, base_url: str | None = None) -> No
         pages: dict[str, list[Path]] = {}
         for key, path in wheels.items():
             pages.setdefault(place(key[0]), []).append(path)
-        for where, paths in sorted(pages.items()):
+        kept = {} if previous is None else _links(previous)
+        for where in sorted(kept.keys() | pages.keys()):
             folder = root / where / PROJECT
             folder.mkdir(parents=True, exist_ok=True)
-            up = "../" * (len(folder.relative_to(root).parts))
-            links = []
-            for path in sorted(paths, key=lambda p: p.name):
+            up = "../" * len(folder.relative_to(root).parts)
+            links = dict(kept.get(where, {}))
+            for path in pages.get(where, []):
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 url = f"{base_url or up + 'files/'}{quote(path.name)}#sha256={digest}"
-                links.append(f'<a href="{html.escape(url)}">{html.escape(path.name)}</a><br>')
+                links[path.name] = url
                 if base_url is None:
                     (root / "files").mkdir(exist_ok=True)
                     shutil.copy2(path, root / "files" / path.name)
-            _page(folder / "index.html", PROJECT, links)
-            _page(folder.parent / "index.html", "", [f'<a href="{PROJECT}/">{PROJECT}</a><br>'])
+            _page(folder / "index.html", f"Links for {PROJECT}", links)
+            _page(folder.parent / "index.html", "Simple index", {PROJECT: f"{PROJECT}/"})
         root.chmod(0o755)
         if out.exists():
             shutil.rmtree(out)
         root.replace(out)
 
 
-def _page(path: Path, title: str, links: list[str]) -> None:
-    head = f"<title>Links for {title}</title>" if title else "<title>Simple index</title>"
-    lines = ["<!DOCTYPE html>", f"<html><head>{head}</head><body>", *links, "</body></html>", ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+def _page(path: Path, title: str, links: dict[str, str]) -> None:
+    lines = [f"<!DOCTYPE html>\n<html><head><title>{title}</title></head><body>"]
+    lines += [
+        f'<a href="{html.escape(url)}">{html.escape(text)}</a><br>'
+        for text, url in sorted(links.items())
+    ]
+    path.write_text("\n".join([*lines, "</body></html>", ""]), encoding="utf-8")
+
+
+def _links(previous: Path) -> dict[str, dict[str, str]]:
+    """Place -> filename -> address, of an index that ``write`` made."""
+    found: dict[str, dict[str, str]] = {}
+    for page in previous.rglob(f"{PROJECT}/index.html"):
+        where = page.parent.parent.relative_to(previous).as_posix()
+        links = re.findall(r'<a href="(https://[^"]+)">([^<]+)</a>', page.read_text("utf-8"))
+        found["" if where == "." else where] = {
+            html.unescape(name): html.unescape(url) for url, name in links
+        }
+    return found
 
 
 def _name(key: Key) -> str:

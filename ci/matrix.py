@@ -170,7 +170,9 @@ def _check(document: dict[str, Any]) -> Matrix:
     legs = tuple(_leg(entry, targets, torches) for entry in document["legs"])
     names = [leg.name for leg in legs]
     _require(len(set(names)) == len(names), "two legs with the same toolkit and architecture")
-    wanted = {(release, arch) for release in toolkit.REQUIREMENTS for arch in document["architectures"]}
+    wanted = {
+        (release, arch) for release in toolkit.REQUIREMENTS for arch in document["architectures"]
+    }
     _require(
         {(leg.toolkit, leg.arch) for leg in legs} == wanted,
         f"legs must be exactly {', '.join(f'{r} {a}' for r, a in sorted(wanted))}",

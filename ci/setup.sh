@@ -3,8 +3,7 @@
 #
 #   bash ci/setup.sh                   auditwheel, ziglang, ...
 #   bash ci/setup.sh --toolkit 12.9    NVRTC and the CUDA headers of that release, and CUTLASS, too
-#   bash ci/setup.sh --lint            zizmor and actionlint, for ci/lint_workflows.sh
-#   bash ci/setup.sh --cibuildwheel    cibuildwheel
+#   bash ci/setup.sh --workflows       cibuildwheel, and zizmor and actionlint, too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ "${1:-}" == --help ]]; then
@@ -23,8 +22,7 @@ print(*toolkit.REQUIREMENTS['${2:?--toolkit needs a release}'], cutlass.REQUIREM
       wanted+=("${compiler[@]}")
       shift
       ;;
-    --lint) wanted+=(-r requirements/workflows.txt) ;;
-    --cibuildwheel) wanted+=("cibuildwheel==$(<requirements/cibuildwheel.txt)") ;;
+    --workflows) wanted+=(-r requirements/workflows.txt) ;;
     *)
       echo "setup.sh: unknown argument $1, see --help" >&2
       exit 2

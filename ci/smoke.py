@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cli
+from . import cli, matrix
 from .cli import ROOT, BuildError
+from .wheelfile import only_wheel
 
 IMPORT_LIMIT = 0.05
 """Seconds that `import flash_kda` may add to `import torch`."""
@@ -117,7 +118,10 @@ def _run_tests(environment: Environment) -> None:
 def work(argv: Sequence[str] | None = None) -> None:
     """The command."""
     parser = cli.parser("smoke", __doc__)
-    parser.add_argument("--wheel", type=Path, required=True, help="a wheel, or the folder of one")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--wheel", type=Path, help="a wheel, or a folder with one for this machine")
+    what.add_argument("--dist", type=Path, help="folder with pypi/ and wheels/: --leg chooses")
+    parser.add_argument("--leg", help="with --dist: take the wheel of --leg for --torch")
     parser.add_argument("--torch", default="torch", help="requirement or version (default: any)")
     parser.add_argument("--python", help="version, such as 3.12 (default: this interpreter)")
     parser.add_argument("--tests", action="store_true", help="run the CPU tests as well")
@@ -125,17 +129,31 @@ def work(argv: Sequence[str] | None = None) -> None:
     requirement = arguments.torch
     if requirement[:1].isdigit():
         requirement = f"torch=={requirement}"
-    if cli.dry_run(f"try {arguments.wheel} with {requirement}"):
+    if arguments.dist is None:
+        folder, pattern = arguments.wheel, f"*_{os.uname().machine}.whl"
+    elif arguments.leg is None:
+        raise BuildError("--dist needs --leg")
+    else:
+        place, pattern = published(matrix.load(), arguments.leg, arguments.torch)
+        folder = arguments.dist / place
+    if cli.dry_run(f"try {folder}/{pattern} with {requirement}"):
         return
-    wheel = arguments.wheel
-    if wheel.is_dir():
-        found = sorted(wheel.glob(f"*_{os.uname().machine}.whl"))
-        if len(found) != 1:
-            raise BuildError(f"{wheel} has {len(found)} wheels for this machine, name one")
-        wheel = found[0]
-    if not wheel.is_file():
-        raise BuildError(f"there is no wheel {wheel}")
+    wheel = only_wheel(folder, pattern)
     smoke(wheel, requirement, find_python(arguments.python), tests=arguments.tests)
+
+
+def published(described: matrix.Matrix, leg_name: str, torch: str) -> tuple[str, str]:
+    """Folder and filename pattern of the wheel that a cell of the matrix tests."""
+    leg = described.leg(leg_name)
+    cell = next((cell for cell in leg.cells if cell.torch == torch), None)
+    if cell is None:
+        raise BuildError(f"{leg_name} has no cell for torch {torch}: {leg.absent.get(torch)}")
+    # An experimental torch has no wheel of its own: the plain one is tried with it.
+    local = described.base_local(leg.toolkit)
+    if not cell.experimental:
+        local = f"{leg.cuda}torch{cell.torch_minor}"
+    version = "*" if local is None else f"*+{local}"
+    return "pypi" if local is None else "wheels", f"flash_kda-{version}-py3-none-*_{leg.arch}.whl"
 
 
 if __name__ == "__main__":

@@ -67,6 +67,18 @@ def _parse(name: str) -> tuple[str, Version, object, frozenset[Tag]]:
     return parse_wheel_filename(name)
 
 
+def only_wheel(path: Path, pattern: str = "*.whl") -> Path:
+    """``path`` itself, or the one wheel in that folder.
+
+    Raises:
+        BuildError: it is not there, or there are several.
+    """
+    found = sorted(path.glob(pattern)) if path.is_dir() else [path]
+    if len(found) != 1 or not found[0].is_file():
+        raise BuildError(f"{path} holds {len(found)} wheels ({pattern}), name the one to take")
+    return found[0]
+
+
 def pinned(torch_minor: str | None) -> str:
     """The requirement of a wheel for one torch (``2.8``), or of the plain one (None)."""
     return "torch>=2.4" if torch_minor is None else f"torch=={torch_minor}.*"
