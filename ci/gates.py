@@ -197,7 +197,8 @@ def launcher_dependencies(wheel: Wheel, matrix: Matrix) -> Problems:
     for section in elf.iter_sections():
         if isinstance(section, DynamicSection):
             # pyelftools gives a tag an attribute named after its kind.
-            needed: set[str] = {tag.needed for tag in section.iter_tags("DT_NEEDED")}
+            tags = section.iter_tags("DT_NEEDED")
+            needed = {tag.needed for tag in tags}  # type: ignore[attr-defined]
             if needed - ALLOWED_LIBRARIES:
                 yield f"the launcher links {', '.join(sorted(needed - ALLOWED_LIBRARIES))}"
             if any(section.iter_tags("DT_RPATH")) or any(section.iter_tags("DT_RUNPATH")):
