@@ -32,7 +32,7 @@ def notes(version: str, changelog: Path = ROOT / "CHANGELOG.md") -> str:
         BuildError: there is none, or it is empty.
     """
     text = changelog.read_text(encoding="utf-8")
-    found = re.search(rf"(?ms)^## \[?{re.escape(version)}\]?[^\n]*\n(.*?)(?=^## |\Z)", text)
+    found = re.search(rf"(?ms)^## \[?{re.escape(version)}(?![\w.])[^\n]*\n(.*?)(?=^## |\Z)", text)
     if found is None or not found[1].strip():
         raise BuildError(f"{changelog.name} says nothing about version {version}")
     return found[1].strip()
