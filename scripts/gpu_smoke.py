@@ -65,7 +65,9 @@ def install(wheel: Path, folder: Path) -> Path:
 def run(*command: str | Path, cwd: Path | None = None) -> str:
     """Run a program; its standard output, or a SmokeError with everything it printed."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    # No bytecode: what a process writes is watched, and Python's own files are not meant.
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SmokeError(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -85,24 +87,26 @@ def check_doctor(report: dict[str, Any], package: Path) -> dict[str, Any]:
     return gpu
 
 
-def compute(lengths: tuple[int, ...] | None, batch: int, tokens: int, heads: int) -> float:
-    """One forward pass on the GPU; the larger relative error of output and final state."""
+def compute(
+    lengths: tuple[int, ...] | None, batch: int, tokens: int, heads: int, device: str = "cuda"
+) -> float:
+    """One forward pass; the larger relative error of output and final state."""
     import torch
 
     import flash_kda
     from flash_kda.reference import recurrent_kda
 
-    make = torch.Generator(device="cuda").manual_seed(tokens + heads)
+    make = torch.Generator(device=device).manual_seed(tokens + heads)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=make).to(torch.bfloat16)
+        return torch.randn(*shape, device=device, generator=make).to(torch.bfloat16)
 
     q, k, v, g = (random(batch, tokens, heads, 128) for _ in range(4))
     beta = random(batch, tokens, heads)
-    ends = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    ends = None if lengths is None else torch.tensor([0, *lengths], device=device).cumsum(0)
     sequences = batch if lengths is None else len(lengths)
-    a_log, bias = torch.rand(heads, device="cuda"), torch.rand(heads, 128, device="cuda")
-    state = torch.randn(sequences, heads, 128, 128, device="cuda", generator=make) / 16
+    a_log, bias = torch.rand(heads, device=device), torch.rand(heads, 128, device=device)
+    state = torch.randn(sequences, heads, 128, 128, device=device, generator=make) / 16
     out, final = torch.empty_like(v), torch.empty_like(state)
     flash_kda.fwd(
         *(q, k, v, g, beta),
@@ -161,8 +165,29 @@ def first_process() -> dict[str, Any]:
     }
 
 
+class Watch:
+    """An audit hook that notes started programs, connections, written files and read cubins."""
+
+    _EVENTS = ("subprocess.", "os.exec", "os.posix_spawn", "os.system", "os.fork", "socket.")
+
+    def __init__(self) -> None:
+        self.forbidden: list[str] = []
+        self.opened: list[str] = []
+
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """What sys.addaudithook takes."""
+        if event.startswith((*self._EVENTS, "urllib.")):
+            self.forbidden.append(f"{event} {arguments!r}")
+        elif event == "open":
+            path, _, flags = arguments
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self.forbidden.append(f"writes {path}")
+            elif str(path).endswith(".cubin"):
+                self.opened.append(str(path))
+
+
 def second_process() -> dict[str, Any]:
-    """A call under an audit hook that refuses programs, connections and written files."""
+    """A call while everything is watched that it might do beside computing."""
     import torch
 
     import flash_kda
@@ -170,27 +195,13 @@ def second_process() -> dict[str, Any]:
 
     x = torch.zeros(1, 64, 4, 128, device="cuda", dtype=torch.bfloat16)
     out, beta = torch.empty_like(x), torch.zeros(1, 64, 4, device="cuda")
-    forbidden: list[str] = []
-    opened: list[str] = []
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        starts = ("subprocess.", "os.exec", "os.posix_spawn", "os.system", "os.fork", "socket.")
-        if event.startswith((*starts, "urllib.", "ftplib.", "http.")):
-            forbidden.append(f"{event} {arguments!r}")
-        elif event == "open":
-            path, mode, flags = arguments
-            writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-            if (isinstance(flags, int) and flags & writes) or "w" in str(mode):
-                forbidden.append(f"writes {path}")
-            elif str(path).endswith(".cubin"):
-                opened.append(str(path))
-
-    sys.addaudithook(audit)
+    watch = Watch()
+    sys.addaudithook(watch.audit)
     flash_kda.fwd(x, x, x, x, beta, 1.0, out, None, None, -5.0)
     torch.cuda.synchronize()
-    if forbidden:
-        raise SmokeError(f"a second process builds or downloads: {forbidden}")
-    return {"opened": opened}
+    if watch.forbidden:
+        raise SmokeError(f"a second process builds or downloads: {watch.forbidden}")
+    return {"opened": watch.opened}
 
 
 def main() -> int:
