@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the scripts of ci/, scripts/ and tests/, which source it in the checkout's root: choose a
 # Python, make a virtual environment, install compilers, and keep pip from downloading gigabytes of
 # torch where a small build, or one already there, will do.
@@ -94,7 +95,7 @@ choose_torch() {
 # install_compilers PYTHON FOLDER: NVRTC, CUDA headers and CUTLASS's, each in a folder of its own
 # (torch may depend on other releases of the same packages), again only when their versions change.
 install_compilers() {
-  local wanted cuda requirements
+  local wanted cuda requirements flags
   wanted=$(cat build_tools/toolkit.py build_tools/cutlass.py | sha256sum)
   if [[ "$(cat "$2/wanted" 2>/dev/null)" == "$wanted" ]]; then return 0; fi
   rm -rf "$2"
@@ -102,9 +103,10 @@ install_compilers() {
     mapfile -t requirements < <("$1" -c "
 from build_tools import cutlass, toolkit
 print(*toolkit.REQUIREMENTS.get('$cuda', [cutlass.REQUIREMENT]), sep='\n')")
+    flags=(--quiet --disable-pip-version-check --target "$2/$cuda")
     # nvidia-cutlass depends on much that its headers do not need.
-    "$1" -m pip install --quiet --disable-pip-version-check --target "$2/$cuda" \
-      $([[ $cuda == cutlass ]] && echo --no-deps) "${requirements[@]}" ||
+    if [[ $cuda == cutlass ]]; then flags+=(--no-deps); fi
+    "$1" -m pip install "${flags[@]}" "${requirements[@]}" ||
       fail "could not install ${requirements[*]}: pip's message is above"
   done
   echo "$wanted" >"$2/wanted"
