@@ -5,6 +5,7 @@ With --base the wheels must be derived from that one: the same files, byte for b
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import tempfile
@@ -36,16 +37,18 @@ def verify(path: Path, described: matrix.Matrix, base: Path | None = None) -> No
         print(f"{path.name}: {text}", file=sys.stderr)
     if found:
         raise BuildError(f"{path.name} fails {len(found)} checks, the first: {found[0]}")
-    _audit(path)
+    _audit(Wheel(path).files[gates.LAUNCHER])
 
 
-def _audit(path: Path) -> None:
-    """An independent look at torch's ABI, where that tool runs (Python 3.11 and newer)."""
+@functools.cache
+def _audit(launcher: bytes) -> None:
+    """An independent look at torch's ABI, where that tool runs (Python 3.11 and newer); once for
+    all wheels with the same launcher."""
     if importlib.util.find_spec("torch_abi_audit") is None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / "libflash_kda.so"
-        library.write_bytes(Wheel(path).files[gates.LAUNCHER])
+        library.write_bytes(launcher)
         program = Path(sys.executable).with_name("torch-abi-audit")
         cli.call(program, "--check", "torch", library, quiet=True)
 

@@ -202,16 +202,23 @@ def test_missing_parts(parts: Path) -> None:
 # --- the index ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def wheels(tmp_path: Path) -> Path:
-    """A complete set for LOCALS, staged as it would be published."""
-    source = tmp_path / "repaired"
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete set for LOCALS, as it would be published."""
+    source = tmp_path_factory.mktemp("repaired")
+    out = tmp_path_factory.mktemp("staged")
     for leg in MATRIX.legs:
         good(source, MATRIX.base_local(leg.toolkit), leg.arch)
     (source / "flash_kda-0.1.0.tar.gz").write_bytes(b"sdist")
     chosen = [word for local in LOCALS for word in ("--local", local)]
-    stage.work(["--from", str(source), "--out", str(tmp_path / "dist"), *chosen])
-    return tmp_path / "dist"
+    stage.work(["--from", str(source), "--out", str(out), *chosen])
+    return out
+
+
+@pytest.fixture
+def wheels(staged: Path, tmp_path: Path) -> Path:
+    """A copy of the set, to spoil."""
+    return Path(shutil.copytree(staged, tmp_path / "dist"))
 
 
 def write_index(wheels: Path, out: Path, *arguments: str) -> None:
