@@ -39,6 +39,11 @@ class Environment:
         # The checkout must not be what is imported, nor build requirements leak in.
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("FLASH_KDA_", "PYTHON"))}
         self.environ = keep | {"CUDA_VISIBLE_DEVICES": ""}
+        # scripts/lib.sh sets it relative to the checkout, and pip runs elsewhere here.
+        constraint = ROOT / keep.get("PIP_CONSTRAINT", "none")
+        if constraint.is_file():
+            shutil.copy(constraint, folder / "constraints.txt")
+            self.environ["PIP_CONSTRAINT"] = "constraints.txt"
         cli.call(python, "-m", "venv", folder / "venv", cwd=folder, environ=self.environ)
 
     def run(self, *arguments: str | Path, quiet: bool = True, **changes: str) -> str:
