@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cache, compile, cutlass, launcher, toolkit
+from . import cache, compile, cutlass, launcher, prebuilt, toolkit
 from .common import CSRC, PACKAGE, BuildError, csrc_hash, hash_bytes, package_module
 
 MANIFEST_SCHEMA = 1
@@ -66,14 +66,59 @@ def build(
     are removed, and the manifest comes last.
 
     Raises:
-        BuildError: a file cannot be written; see ``compile.compile_targets`` and
-            ``launcher.build`` for the others.
+        BuildError: a file cannot be written; see ``make_parts`` and ``prebuilt.read`` for the
+            others.
     """
     if not sys.platform.startswith("linux"):
         raise BuildError(f"flash-kda runs on Linux only, this is {sys.platform}")
+    abi = launcher.abi_version(csrc)
+    folder = prebuilt.directory(environ)
+    if folder is None:
+        parts = make_parts(targets, csrc=csrc, environ=environ, report=report)
+    else:
+        report(f"taking cubins and launcher from {folder}")
+        parts = prebuilt.read(folder, targets, csrc, environ)
+
+    manifest: dict[str, Any] = {
+        "schema": MANIFEST_SCHEMA,
+        "package_version": package_module("_version").__version__,
+        "abi_version": abi,
+        "compiler": parts.compiler,
+        "cutlass_version": parts.cutlass_version,
+        "csrc_sha256": csrc_hash(csrc),
+    }
+    try:
+        (package / "manifest.json").unlink(missing_ok=True)
+        manifest["launcher"] = _write(package, f"lib/{launcher.FILE_NAME}", parts.library)
+        manifest["cubins"] = []
+        for cubin in parts.cubins:
+            entry = _write(package, f"cubin/{cubin.file_name}", cubin.data)
+            kernels = [dataclasses.asdict(kernel) for kernel in cubin.kernels]
+            manifest["cubins"].append({"target": cubin.target, **entry, "kernels": kernels})
+        _remove_other_cubins(package / "cubin", {cubin.file_name for cubin in parts.cubins})
+        _write(package, "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
+    except OSError as error:
+        raise BuildError(
+            f"cannot write into {package} ({error.strerror or error}: {error.filename}): free that "
+            "place, or make the folder writable"
+        ) from None
+    return manifest
+
+
+def make_parts(
+    targets: Sequence[str],
+    *,
+    csrc: Path = CSRC,
+    environ: Mapping[str, str] = os.environ,
+    report: Callable[[str], None] = lambda text: None,
+) -> prebuilt.Parts:
+    """Compile the cubins and link the launcher.
+
+    Raises:
+        BuildError: see ``compile.compile_targets`` and ``launcher.build``.
+    """
     tools = toolkit.locate(environ=environ)
     headers = cutlass.locate(environ)
-    abi = launcher.abi_version(csrc)
     launcher.find_compiler(environ)  # fail before the long part
     report(f"NVRTC {tools.version}, CUTLASS {headers.version}, targets {', '.join(targets)}")
     cubins = compile.compile_targets(
@@ -86,31 +131,7 @@ def build(
     )
     report("linking the launcher")
     library = launcher.build(tools.include_dirs[0], csrc, environ)
-
-    manifest: dict[str, Any] = {
-        "schema": MANIFEST_SCHEMA,
-        "package_version": package_module("_version").__version__,
-        "abi_version": abi,
-        "compiler": {"name": "nvrtc", "version": tools.version, "cuda": tools.cuda},
-        "cutlass_version": headers.version,
-        "csrc_sha256": csrc_hash(csrc),
-    }
-    try:
-        (package / "manifest.json").unlink(missing_ok=True)
-        manifest["launcher"] = _write(package, f"lib/{launcher.FILE_NAME}", library)
-        manifest["cubins"] = []
-        for cubin in cubins:
-            entry = _write(package, f"cubin/{cubin.file_name}", cubin.data)
-            kernels = [dataclasses.asdict(kernel) for kernel in cubin.kernels]
-            manifest["cubins"].append({"target": cubin.target, **entry, "kernels": kernels})
-        _remove_other_cubins(package / "cubin", {cubin.file_name for cubin in cubins})
-        _write(package, "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
-    except OSError as error:
-        raise BuildError(
-            f"cannot write into {package} ({error.strerror or error}: {error.filename}): free that "
-            "place, or make the folder writable"
-        ) from None
-    return manifest
+    return prebuilt.Parts(prebuilt.compiler_entry(tools), headers.version, cubins, library)
 
 
 def check_wheel(wheel: Path, targets: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from setuptools import build_meta
 
-from . import assemble, cutlass, launcher, toolkit
+from . import assemble, cutlass, launcher, prebuilt, toolkit
 from .commands import one_line_errors, prepare
 
 __all__ = [
@@ -101,6 +101,8 @@ def _missing() -> list[str]:
     with one_line_errors():
         prepare()
         assemble.requested_targets()
+        if prebuilt.directory() is not None:
+            return []
         launcher.find_compiler()
         cuda = toolkit.requested_cuda()
         return toolkit.missing_requirements(cuda) + cutlass.missing_requirements()

@@ -116,8 +116,16 @@ def _describe(target: str, found: cache.Compiled, *, from_cache: bool) -> Cubin:
 
 def _parallel_jobs() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(cores or 1, memory // _MEMORY_PER_COMPILE))
+    return max(1, min(cores or 1, _available_memory() // _MEMORY_PER_COMPILE))
+
+
+def _available_memory() -> int:
+    """Bytes that programs can take without swapping; all of the memory where /proc is missing."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        return int(text.partition("MemAvailable:")[2].split()[0]) << 10
+    except (OSError, IndexError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _run_nvrtc(

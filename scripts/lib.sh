@@ -1,6 +1,7 @@
-# Shared by the scripts of scripts/ and tests/, which source it in the checkout's root: choose a
-# Python, make a virtual environment, and keep pip from downloading gigabytes of torch where a small
-# build, or one already there, will do.
+# shellcheck shell=bash
+# Shared by the scripts of ci/, scripts/ and tests/, which source it in the checkout's root: choose a
+# Python, make a virtual environment, install compilers, and keep pip from downloading gigabytes of
+# torch where a small build, or one already there, will do.
 
 say() { printf '\n==> %s\n' "$*"; }
 fail() {
@@ -90,3 +91,26 @@ choose_torch() {
     export PIP_EXTRA_INDEX_URL="$index"
   fi
 }
+
+# install_compilers PYTHON FOLDER: NVRTC, CUDA headers and CUTLASS's, each in a folder of its own
+# (torch may depend on other releases of the same packages), again only when their versions change.
+install_compilers() {
+  local wanted cuda requirements flags
+  wanted=$(cat build_tools/toolkit.py build_tools/cutlass.py | sha256sum)
+  if [[ "$(cat "$2/wanted" 2>/dev/null)" == "$wanted" ]]; then return 0; fi
+  rm -rf "$2"
+  for cuda in 12.9 13.0 cutlass; do
+    mapfile -t requirements < <("$1" -c "
+from build_tools import cutlass, toolkit
+print(*toolkit.REQUIREMENTS.get('$cuda', [cutlass.REQUIREMENT]), sep='\n')")
+    flags=(--quiet --disable-pip-version-check --target "$2/$cuda")
+    # nvidia-cutlass depends on much that its headers do not need.
+    if [[ $cuda == cutlass ]]; then flags+=(--no-deps); fi
+    "$1" -m pip install "${flags[@]}" "${requirements[@]}" ||
+      fail "could not install ${requirements[*]}: pip's message is above"
+  done
+  echo "$wanted" >"$2/wanted"
+}
+
+# compilers_path FOLDER: what PYTHONPATH has to hold for them.
+compilers_path() { printf '%s' "$1/12.9:$1/13.0:$1/cutlass"; }

@@ -26,7 +26,7 @@ require_writable build
 require_compiler
 base=$(require_python)
 environment=$PWD/build/test-venv
-tools=$PWD/build/test-tools
+tools=$PWD/build/compilers
 make_venv "$base" "$environment"
 python=$environment/bin/python
 gpus=$("$python" -m build_tools.gpus || true)
@@ -34,22 +34,16 @@ choose_torch "$python" "$gpus"
 install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 # Everything that pip brings is installed again only when what is asked for has changed.
-wanted=$(cat requirements/*.txt build_tools/toolkit.py build_tools/cutlass.py | sha256sum)
+wanted=$(cat requirements/*.txt | sha256sum)
 if [[ "$(cat "$environment/wanted" 2>/dev/null)" != "$wanted" ]]; then
   say "Setting up $environment"
-  install -r requirements/test.txt -r requirements/lint.txt -r requirements/docs.txt 'torch>=2.4'
-  # Compilers have a place of their own: torch may depend on another release of the same packages.
-  rm -rf "$tools"
-  for cuda in 12.9 13.0; do
-    "$python" -c "from build_tools import toolkit; print(*toolkit.REQUIREMENTS['$cuda'], sep='\n')" \
-      >"$environment/cuda.txt"
-    install --target "$tools/cuda-$cuda" -r "$environment/cuda.txt"
-  done
-  install --target "$tools/cutlass" --no-deps \
-    "$("$python" -c 'from build_tools import cutlass; print(cutlass.REQUIREMENT)')"
+  install -r requirements/test.txt -r requirements/lint.txt -r requirements/docs.txt \
+    -r requirements/wheels.txt -r requirements/workflows.txt 'torch>=2.4'
   echo "$wanted" >"$environment/wanted"
 fi
-export FLASH_KDA_TEST_TOOLS=$tools/cuda-12.9:$tools/cuda-13.0:$tools/cutlass
+install_compilers "$python" "$tools"
+FLASH_KDA_TEST_TOOLS=$(compilers_path "$tools")
+export FLASH_KDA_TEST_TOOLS
 
 archs=90a,100a${gpus:+,$gpus}
 say "Building and installing flash-kda for $archs"

@@ -101,8 +101,8 @@ import flash_kda
 print(time.perf_counter() - begin)
 """
     run(program)  # may compile the bytecode
-    # Takes 4 ms, and 40 without cached bytecode: the limit allows for busy machines only.
-    assert min(float(run(program)) for _ in range(3)) < 0.2
+    # Takes 4 ms, and 40 without cached bytecode; repeated because this machine may be busy.
+    assert any(float(run(program)) < 0.05 for _ in range(5))
 
 
 def test_public_names() -> None:

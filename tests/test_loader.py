@@ -291,6 +291,40 @@ def test_gpus_without_a_cubin(machine: Machine, capability: tuple[int, int], arc
     )
 
 
+@pytest.mark.parametrize(
+    ("capability", "installed", "chosen"),
+    [
+        ((9, 0), ("90a", "100a", "103a", "120a", "121a"), "90a"),
+        ((10, 0), ("90a", "100a", "103a", "120a", "121a"), "100a"),
+        ((10, 3), ("90a", "100a", "103a", "120a", "121a"), "103a"),
+        ((12, 0), ("90a", "100a", "103a", "120a", "121a"), "120a"),
+        ((12, 1), ("90a", "100a", "103a", "120a", "121a"), "121a"),
+        ((11, 0), ("90a", "100a", "103a", "120a", "121a"), None),
+        ((8, 9), ("90a", "100a", "103a", "120a", "121a"), None),
+        ((10, 3), ("90a", "100a"), None),
+        ((10, 3), ("90a", "100f"), "100f"),
+        ((10, 3), ("100f", "103a"), "103a"),
+        ((10, 0), ("100f", "103a"), "100f"),
+        ((11, 0), ("100f", "120f"), None),
+        ((12, 0), ("120f", "121a"), "120f"),
+        ((12, 1), ("120a",), None),
+        ((9, 0), ("100f",), None),
+    ],
+)
+def test_each_gpu_gets_its_target(
+    machine: Machine, capability: tuple[int, int], installed: tuple[str, ...], chosen: str | None
+) -> None:
+    machine.install(*installed)
+    machine.replace_gpu("GPU", capability)
+    if chosen is not None:
+        assert machine.load().target == chosen
+        assert machine.opened == [(machine.code(chosen), 0)]
+        return
+    kind = errors.UnsupportedGPUError if capability < (9, 0) else errors.NoCubinError
+    machine.error(kind, "GPU 0 (GPU)", "Targets present", ", ".join(installed))
+    assert machine.opened == []
+
+
 def test_family_targets(machine: Machine) -> None:
     machine.install("100f", "103a", "120f")
     machine.gpus.clear()
@@ -481,6 +515,13 @@ class TestLauncher:
         with pytest.raises(errors.BrokenInstallError, match=r"Expected: .*version 1. Found: 2"):
             abi.launcher()
 
+    def test_library_of_another_version(self, machine: Machine) -> None:
+        """The manifest is right, the library itself is not."""
+        library = native.build(native.LAUNCHER, machine.folder / "built.so", "-DABI=7")
+        machine.document["launcher"] = machine.record("lib/libflash_kda.so", library.read_bytes())
+        machine.write()
+        self.fails("7")
+
     def test_is_opened_once(self, machine: Machine) -> None:
         library = native.build(native.LAUNCHER, machine.folder / "built.so").read_bytes()
         machine.document["launcher"] = machine.record("lib/libflash_kda.so", library)
@@ -617,28 +658,54 @@ def test_a_failure_is_not_remembered(machine: Machine) -> None:
 
 
 def test_threads_load_once(machine: Machine) -> None:
-    barrier = threading.Barrier(8)
+    barrier = threading.Barrier(16)
     modules = []
 
     def work() -> None:
         barrier.wait()
         modules.append(machine.load())
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
+    threads = [threading.Thread(target=work) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(modules) == 8
+    assert len(modules) == 16
     assert len({id(module) for module in modules}) == 1
     assert len(machine.opened) == 1
 
 
+@pytest.mark.parametrize(
+    "value", ["GPU-nonsense,7,-1", "MIG-2f3b4c5d-0000-1111-2222-333344445555", "", "1"]
+)
 def test_cuda_visible_devices_is_left_to_the_driver(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-nonsense,7,-1")
+    """Whatever it hides, the driver has already hidden; what it still shows is loaded for."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert machine.load().target == "90a"
+
+
+def test_all_gpus_hidden(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    machine.gpus.clear()
+    with pytest.raises(errors.LoaderError, match=r"GPU 0.*CUDA_ERROR_INVALID_DEVICE"):
+        machine.load()
+    assert not loader._modules
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_process_forked_after_import_loads_for_itself(machine: Machine, count: int) -> None:
+    """Importing, and failing to load, leave nothing behind that a child could stumble over."""
+    for _ in range(count):
+        with pytest.raises(errors.LoaderError):
+            machine.load(7)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if machine.load().target == "90a" and len(machine.opened) == 1 else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert machine.opened == [] and not loader._modules
 
 
 def test_a_forked_child_starts_empty(machine: Machine) -> None:

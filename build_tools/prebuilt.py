@@ -1,0 +1,158 @@
+"""Cubins and launchers that an earlier step made, taken instead of compiling here.
+
+A release compiles cubins once per toolkit and links the launcher once per platform; the wheels are
+then put together where neither compiler exists. The folder that
+``FLASH_KDA_PREBUILT`` names holds::
+
+    cubins-12.9/cubins.json, flash_kda.sm_90a.cubin, ...
+    launcher-x86_64/launcher.json, libflash_kda.so
+
+The JSON files record the hash of csrc/, so that parts of other sources are never packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import cache, cutlass, launcher, toolkit
+from .common import CSRC, BuildError, csrc_hash, hash_bytes
+from .compile import Cubin
+from .ptxas_log import KernelResources
+
+VARIABLE = "FLASH_KDA_PREBUILT"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a wheel is made of besides Python files."""
+
+    compiler: dict[str, str]
+    """The manifest's entry: name, version, cuda."""
+    cutlass_version: str
+    cubins: list[Cubin]
+    library: bytes
+
+
+def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of ready parts, or None to compile them."""
+    named = environ.get(VARIABLE, "").strip()
+    return Path(named).expanduser() if named else None
+
+
+def machine() -> str:
+    """The processor that is built for: ``x86_64``, ``aarch64``; Python's own unless overridden."""
+    return sysconfig.get_platform().rpartition("-")[2] or platform.machine()
+
+
+def compiler_entry(tools: toolkit.Toolkit) -> dict[str, str]:
+    """How the manifest describes the compiler."""
+    return {"name": "nvrtc", "version": tools.version, "cuda": tools.cuda}
+
+
+def write_cubins(
+    root: Path,
+    tools: toolkit.Toolkit,
+    headers: cutlass.Cutlass,
+    cubins: Sequence[Cubin],
+    csrc: Path = CSRC,
+) -> Path:
+    """Store the cubins of one toolkit under ``root``; returns their folder."""
+    folder = root / f"cubins-{tools.cuda}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "cubins.json"
+    record.unlink(missing_ok=True)
+    for stale in folder.glob("*.cubin"):
+        stale.unlink()
+    entries = []
+    for cubin in cubins:
+        cache.write_atomic(folder / cubin.file_name, cubin.data)
+        entries.append(
+            {
+                "target": cubin.target,
+                "file": cubin.file_name,
+                "sha256": hash_bytes(cubin.data),
+                "kernels": [dataclasses.asdict(kernel) for kernel in cubin.kernels],
+            }
+        )
+    document = {
+        "csrc_sha256": csrc_hash(csrc),
+        "compiler": compiler_entry(tools),
+        "cutlass_version": headers.version,
+        "cubins": entries,
+    }
+    cache.write_atomic(record, (json.dumps(document, indent=2) + "\n").encode())
+    return folder
+
+
+def write_launcher(root: Path, processor: str, library: bytes, csrc: Path = CSRC) -> Path:
+    """Store the launcher of one platform under ``root``; returns its folder."""
+    folder = root / f"launcher-{processor}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "launcher.json").unlink(missing_ok=True)
+    cache.write_atomic(folder / launcher.FILE_NAME, library)
+    document = {"csrc_sha256": csrc_hash(csrc), "sha256": hash_bytes(library)}
+    cache.write_atomic(folder / "launcher.json", (json.dumps(document, indent=2) + "\n").encode())
+    return folder
+
+
+def read(
+    root: Path,
+    targets: Sequence[str],
+    csrc: Path = CSRC,
+    environ: Mapping[str, str] = os.environ,
+) -> Parts:
+    """The parts for these targets, the requested toolkit and the processor built for.
+
+    Raises:
+        BuildError: something is missing, damaged, or made from other sources.
+    """
+    folder = root / f"cubins-{toolkit.requested_cuda(environ)}"
+    document = _record(folder / "cubins.json", csrc)
+    made = {entry["target"]: entry for entry in document["cubins"]}
+    if missing := [target for target in targets if target not in made]:
+        raise BuildError(
+            f"{folder} has no cubin for {', '.join(missing)} (only {', '.join(made)}): compile "
+            f"them, or ask for fewer targets"
+        )
+    cubins = []
+    for target in targets:
+        entry = made[target]
+        data = _contents(folder / entry["file"], entry["sha256"])
+        kernels = [KernelResources(**kernel) for kernel in entry["kernels"]]
+        cubins.append(Cubin(target, data, kernels, log="", from_cache=True))
+    place = root / f"launcher-{machine()}"
+    library = _contents(
+        place / launcher.FILE_NAME, _record(place / "launcher.json", csrc)["sha256"]
+    )
+    return Parts(document["compiler"], document["cutlass_version"], cubins, library)
+
+
+def _record(path: Path, csrc: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BuildError(
+            f"{VARIABLE}: cannot read {path} ({error}): the step that makes it did not finish, run "
+            "it again, or unset the variable to compile here"
+        ) from None
+    if document.get("csrc_sha256") != csrc_hash(csrc):
+        raise BuildError(f"{VARIABLE}: {path.parent} was made from another csrc/: make it again")
+    return document
+
+
+def _contents(path: Path, sha256: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BuildError(f"{VARIABLE}: cannot read {path} ({error.strerror})") from None
+    if hash_bytes(data) != sha256:
+        raise BuildError(f"{VARIABLE}: {path} is damaged (its sha256 differs): make it again")
+    return data
