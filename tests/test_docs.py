@@ -36,6 +36,8 @@ ELSEWHERE = {
     "bash scripts/test_fla_versions.sh": "downloads FLA; runs tests/gpu/test_fla_backend",
     "pip install .": "test_build and test_packaging build and install in the same way",
     "python -m pytest tests/gpu": "the GPU tests",
+    "bash ci/build_all.sh": "builds every wheel, which takes minutes; test_ci runs its steps",
+    "pip install --extra-index-url 'file://$PWD/dist/whl' flash-kda": "test_ci installs from one",
     "python scripts/bench.py": "minutes on a GPU; test_bench runs parts of it",
     "bash scripts/setup_clangd.sh": "writes into the checkout; test_scripts runs what it refuses",
     "bash tests/test.sh tests/gpu": "the GPU tests",
@@ -49,8 +51,9 @@ HERE = {
     "python -m flash_kda doctor": (0, 1),  # 1: damaged or unbuilt, which it says
     "python -m flash_kda doctor --json": (0, 1),
     "python -m flash_kda demo": (0,),
+    "bash ci/build_all.sh --help": (0,),
 }
-"""Commands that are run here, and the exit statuses that they may have."""
+"""Commands that are run here, and the exit statuses that they may have; scripts run in the root."""
 
 
 class Snippet(NamedTuple):
@@ -141,7 +144,8 @@ def test_command(command: str, tmp_path: Path) -> None:
     assert command in HERE, f"{command!r} is neither run here nor listed with a reason"
     words = shlex.split(command)
     words[0] = {"python": sys.executable}.get(words[0], words[0])
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment())
+    where = ROOT if words[0] == "bash" else tmp_path
+    done = subprocess.run(words, capture_output=True, text=True, cwd=where, env=environment())
     assert done.returncode in HERE[command], done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
