@@ -17,6 +17,14 @@ from .errors import (
     NoCubinError,
     UnsupportedGPUError,
 )
+
+try:
+    import torch as _torch  # noqa: F401  (asked for first, to say what is missing)
+except ModuleNotFoundError as _error:
+    raise ImportError(
+        "flash_kda needs torch 2.4 or newer, which is not installed: pip install 'torch>=2.4'"
+    ) from _error
+
 from .functional import chunk_kda
 from .ops import fwd, workspace_size
 
