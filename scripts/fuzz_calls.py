@@ -217,8 +217,8 @@ def _draw_heads(rng: random.Random, sizes: dict[str, Any], largest: int) -> int:
     return rng.randint(1, max(1, min(most, rng.choice((2, 4, 8, 40)))))
 
 
-def simpler(call: Call) -> Iterator[tuple[str, Call]]:
-    """Ways to make a call simpler, each with the field it changes; the most promising first."""
+def simpler(call: Call) -> Iterator[Call]:
+    """The call with one thing made simpler, in every way; the most promising first."""
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
         if field.name == "seed" or value == field.default:
@@ -229,16 +229,18 @@ def simpler(call: Call) -> Iterator[tuple[str, Call]]:
             changes = [{field.name: x} for x in _smaller(value, field.default)]
         else:
             changes = [{field.name: field.default}]
+            if call.final == "same" and field.name in ("initial", "final"):
+                changes.append({"final": call.initial})
         for change in changes:
             candidate = dataclasses.replace(call, **change).settled()
             if candidate != call:
-                yield field.name, candidate
+                yield candidate
 
 
 def _smaller(value: int, default: Any) -> list[int | None]:
     tries: list[int | None] = [default, 1, value // 2, value - 16, value - 1]
     least = 0 if default is None else default
-    kept = [x for x in tries if x is None or least <= x < value]
+    kept = [x for x in tries if x == default or (x is not None and least <= x < value)]
     return list(dict.fromkeys(kept))
 
 
