@@ -35,7 +35,11 @@ CHECKPOINT_STEP = 16
 
 
 def check_values(layout: Layout, tensors: Tensors) -> None:
-    """Refuse indices and offsets that name nothing; reads their values, so CPU tensors only."""
+    """Refuse indices and offsets that name nothing.
+
+    Reads their values: ``cu_seqlens``, ``state_indices`` and ``checkpoint_offsets`` are CPU tensors
+    or copies there. The others' memory is not touched.
+    """
     if not torch.compiler.is_compiling() and type(torch.empty(0, device="cpu")) is not Tensor:
         needs = "a call outside of FakeTensorMode and other modes that replace tensors"
         raise ValueError(refuse("q", "a real tensor where torch makes others", needs))

@@ -42,8 +42,9 @@ WRITTEN = (OUT, FINAL, CHECKPOINT_STATES, WORKSPACE)
 _REQUIRED = frozenset((Q, K, V, G, BETA, OUT))
 
 _STATES = (INITIAL, FINAL, CHECKPOINT_STATES)
-_INDICES = (CU_SEQLENS, STATE_INDICES, CHECKPOINT_OFFSETS)
-_CODED = (BETA, A_LOG, DT_BIAS, INITIAL, FINAL, *_INDICES, CHECKPOINT_STATES)
+INDICES = (CU_SEQLENS, STATE_INDICES, CHECKPOINT_OFFSETS)
+"""The tensors whose values name rows or slots."""
+_CODED = (BETA, A_LOG, DT_BIAS, INITIAL, FINAL, *INDICES, CHECKPOINT_STATES)
 """The tensors whose dtype codes the argument block holds, in its order."""
 
 Tensors = tuple[Tensor | None, ...]
@@ -193,7 +194,7 @@ def build(tensors: Tensors) -> Layout:
         checkpoints,
         *(stride for at in (Q, K, V, G, OUT, BETA) for stride in _strides(tensors[at], 3)),
         *(stride for at in _STATES for stride in _strides(tensors[at], 2)),
-        *(0 if x is None else x.stride(0) for x in (tensors[at] for at in _INDICES)),
+        *(0 if x is None else x.stride(0) for x in (tensors[at] for at in INDICES)),
     )
     layout.dtypes = tuple(
         0 if x is None else DTYPE_CODES[x.dtype] for x in (tensors[at] for at in _CODED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,20 @@ from torch import Tensor
 
 from . import abi, cpu, library, loader
 from .arguments import CheckedCall, check, check_workspace_size
-from .layout import FINAL, LIMIT_TEXT, TOKEN_LIMIT, WORKSPACE, refuse, shown
+from .layout import (
+    FINAL,
+    INDICES,
+    LIMIT_TEXT,
+    TOKEN_LIMIT,
+    WORKSPACE,
+    Layout,
+    Tensors,
+    refuse,
+    shown,
+)
 
 PATH_VARIABLE = "FLASH_KDA_PATH"
+CHECK_VARIABLE = "FLASH_KDA_CHECK"
 
 # Held while a setting of the process, whether torch fills new memory, is changed.
 _filling = threading.Lock()
@@ -24,8 +36,9 @@ _filling = threading.Lock()
 # os.environ re-encodes names and decodes values, ten times the cost of looking in what it wraps.
 _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _path_key: Any = PATH_VARIABLE
+_check_key: Any = CHECK_VARIABLE
 if _environment is not os.environ:
-    _path_key = os.environ.encodekey(PATH_VARIABLE)
+    _path_key, _check_key = map(os.environ.encodekey, (PATH_VARIABLE, CHECK_VARIABLE))
 
 
 def _raw_stream(index: int) -> int:
@@ -101,8 +114,8 @@ def fwd(
             dtype is independent of initial_state's.
         cu_seqlens: int32 or int64 [N + 1], any stride, on the tensors' device: sequence n is the
             tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 of the only batch row (B = 1). Values do
-            not fall and lie in [0, T]. They are checked on the CPU; on a GPU the host never reads
-            them.
+            not fall and lie in [0, T]. They are checked on the CPU; on a GPU the host reads them
+            only under FLASH_KDA_CHECK.
         workspace: scratch memory for CUDA tensors: uint8, one contiguous dimension, 256-byte
             aligned, at least ``workspace_size(B * T, H, N)`` bytes. None takes it from torch's
             allocator.
@@ -123,6 +136,10 @@ def fwd(
     Environment:
         FLASH_KDA_PATH: name of the kernel path to use instead of the automatic choice (an
             unknown name is an error that lists them). CPU tensors are not affected.
+        FLASH_KDA_CHECK: 1 makes calls on a GPU read the values of cu_seqlens, state_indices and
+            checkpoint_offsets and refuse bad ones as the CPU does, naming the entry. For finding
+            errors: each such call waits for the device. Where a CUDA graph is captured nothing
+            can be read; the call warns that it is not checked.
 
     Raises:
         TypeError: an argument of a wrong Python type or dtype.
@@ -219,14 +236,19 @@ def run(
     )
     if beta_is_logits is not True and beta_is_logits is not False:
         raise TypeError(refuse("beta_is_logits", shown(beta_is_logits), "True or False"))
-    if call.layout.on_cuda:
+    on_cuda = call.layout.on_cuda
+    if on_cuda and not _environment.get(_check_key):
         _forward_cuda(call, workspace, beta_is_logits)
         return
-    _check_on_cpu(call, workspace)
     tensors = (
         *(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens),
         *(state_indices, checkpoint_offsets, checkpoint_states, workspace),
     )
+    if on_cuda:
+        _check_on_host(call.layout, tensors)
+        _forward_cuda(call, workspace, beta_is_logits)
+        return
+    _check_on_cpu(call, workspace)
     # A compiled graph cannot enter or leave inference mode.
     with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
         cpu.forward(call.layout, tensors, call.scale, call.lower_bound, beta_is_logits)
@@ -335,6 +357,28 @@ def _address_of(workspace: Tensor, size: int) -> int:
 def _forced_path(launcher: abi.Launcher) -> int:
     raw = _environment.get(_path_key)
     return launcher.path_id(os.fsdecode(raw)) if raw else abi.AUTOMATIC_PATH
+
+
+def _check_on_host(layout: Layout, tensors: Tensors) -> None:
+    """Read a GPU call's indices and offsets and refuse what the CPU path would refuse."""
+    if os.fsdecode(_environment[_check_key]) == "0":
+        return
+    indices = {at: x for at in INDICES if (x := tensors[at]) is not None}
+    if not indices:
+        return
+    if _capturing(layout.device):
+        warnings.warn(
+            f"flash_kda.fwd: {CHECK_VARIABLE}: a call that a CUDA graph captures is not checked",
+            stacklevel=4,
+        )
+        return
+    here = [indices[at].cpu() if at in indices else x for at, x in enumerate(tensors)]
+    cpu.check_values(layout, tuple(here))
+
+
+def _capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_kda import abi, arguments, errors, loader, ops
+from flash_kda import abi, arguments, cpu, errors, loader, ops
 
 POINTERS = tuple(range(1, 17))
 GEOMETRY = tuple(range(101, 135))
@@ -375,6 +375,70 @@ def test_forced_path(gpu_call: GpuCall, stand_in: StandIn, monkeypatch: pytest.M
     monkeypatch.setenv("FLASH_KDA_PATH", "portable")
     with pytest.raises(ValueError, match=r"FLASH_KDA_PATH: got 'portable'.*narrow, wide"):
         gpu_call(**_call())
+
+
+BAD_VALUES = {
+    "cu_seqlens": ([0, 5, 4, 6, 20], r"cu_seqlens\[2\] = 4; needs at least 5"),
+    "state_indices": ([0, 2, 7, 1], r"state_indices\[2\] = 7; needs -1"),
+    "checkpoint_offsets": ([16, 17], r"checkpoint_offsets\[1\] = 17; needs a multiple of 16"),
+}
+
+
+@pytest.fixture
+def indexed(gpu_call: GpuCall) -> dict[str, Any]:
+    """A call with every kind of index, all good; calls of its layout go the GPU's way now."""
+    call = {
+        **_call(),
+        "cu_seqlens": torch.tensor([0, 20, 20, 20, 20], dtype=torch.int32),
+        "state_indices": torch.tensor([0, 2, -1, 1]),
+        "checkpoint_offsets": torch.tensor([16, 20]),
+        "checkpoint_states": torch.zeros(2, 3, 128, 128),
+    }
+    gpu_call(**call)
+    return call
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values_are_checked_on_request(
+    name: str, indexed: dict[str, Any], stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, text = BAD_VALUES[name]
+    bad = {**indexed, name: torch.tensor(values, dtype=indexed[name].dtype)}
+    monkeypatch.setattr(ops, "_capturing", lambda device: False)
+    for setting in ("", "0"):
+        monkeypatch.setenv("FLASH_KDA_CHECK", setting)
+        ops.fwd(**bad)  # the host reads nothing
+        assert stand_in.last(name) == bad[name].data_ptr()
+    monkeypatch.setenv("FLASH_KDA_CHECK", "1")
+    ops.fwd(**indexed)
+    assert stand_in.last(name) == indexed[name].data_ptr()
+    with pytest.raises(ValueError, match=f"flash_kda.fwd: {name}: got {text}"):
+        ops.fwd(**bad)
+    assert stand_in.last(name) == indexed[name].data_ptr()  # nothing was launched
+
+
+def test_values_are_not_read_without_request(
+    indexed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "check_values", _fails)
+    monkeypatch.setattr(torch.Tensor, "cpu", _fails)
+    ops.fwd(**indexed)
+    monkeypatch.setenv("FLASH_KDA_CHECK", "1")
+    monkeypatch.setattr(ops, "_capturing", lambda device: False)
+    with pytest.raises(MemoryError):
+        ops.fwd(**indexed)
+
+
+def test_a_captured_call_warns_that_it_is_not_checked(
+    indexed: dict[str, Any], stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_KDA_CHECK", "1")
+    monkeypatch.setattr(ops, "_capturing", lambda device: True)
+    bad = {**indexed, "state_indices": torch.tensor([9, 9, 9, 9])}
+    with pytest.warns(UserWarning, match="FLASH_KDA_CHECK: a call that a CUDA graph") as caught:
+        ops.fwd(**bad)
+    assert caught[0].filename == __file__
+    assert stand_in.last("state_indices") == bad["state_indices"].data_ptr()
 
 
 def test_no_tokens_still_copies_states(gpu_call: GpuCall, stand_in: StandIn) -> None:

@@ -151,3 +151,25 @@ def test_hostile_cu_seqlens(rng: cases.Random, name: str, dtype: torch.dtype) ->
     for guarded in (out, state, workspace):
         guarded.assert_margins_untouched()
     assert_accurate(case, *forward(case))
+
+
+@pytest.mark.cuda
+def test_values_are_read_on_request(rng: cases.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_KDA_CHECK", "1")
+    case = make_case(rng, lengths=(40, 10, 30, 20), heads=3)
+    expected = forward(case)
+    assert_accurate(case, *expected)
+    bounds = torch.tensor(HOSTILE["decreasing"], device=case.device)
+    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
+    with pytest.raises(ValueError, match=r"cu_seqlens\[2\] = 30; needs at least 60"):
+        forward(case.but(cu_seqlens=bounds), out=out)
+    assert bool((cases.bits(out) == -1).all())
+    state = torch.empty_like(case.initial_state)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.warns(UserWarning, match="FLASH_KDA_CHECK: .* is not checked"),
+        torch.cuda.graph(graph),
+    ):
+        forward(case, out=out, final_state=state)
+    graph.replay()
+    assert same_bits(out, expected[0]) and same_bits(state, expected[1])

@@ -1,17 +1,23 @@
 """Strides, offsets and dtypes of the arguments of ``flash_kda.fwd``.
 
-Every view lies in a buffer whose other elements are NaN, so that a read beside it shows, and the
-buffer around ``out`` must keep its bytes.
+Every view lies in a buffer whose other elements are NaN (layouts.py), so that a read beside it
+shows, and the buffer around ``out`` must keep its bytes.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import cases
 import pytest
 import torch
 from cases import assert_accurate, forward, make_case, poisoned, same_bits
+from layouts import (
+    BETAS,
+    LAYOUTS,
+    STATE_LAYOUTS,
+    assert_only_view_written,
+    lay_out,
+    lay_out_state,
+)
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -20,46 +26,8 @@ INPUTS = ("q", "k", "v", "g")
 D = cases.WIDTH
 
 
-def _offset(b: int, t: int, h: int, new: Callable[..., Tensor]) -> Tensor:
-    return new(b * t * h * D + 24)[8:-16].view(b, t, h, D)
-
-
-# Each makes a [B, T, H, 128] view of a new buffer.
-LAYOUTS: dict[str, Callable[..., Tensor]] = {
-    "contiguous": lambda b, t, h, new: new(b, t, h, D),
-    "one_tensor_per_head": lambda b, t, h, new: new(b, t, h, 3 * D)[..., D : 2 * D],
-    "one_tensor_per_token": lambda b, t, h, new: new(b, t, 3, h, D)[:, :, 1],
-    "one_projection": lambda b, t, h, new: new(b, t, 3 * h * D)[..., h * D : 2 * h * D].unflatten(
-        -1, (h, D)
-    ),
-    "some_rows_and_tokens": lambda b, t, h, new: new(2 * b, 3 * t, h, D)[1::2, 1::3],
-    "heads_before_tokens": lambda b, t, h, new: new(b, h, t, D).transpose(1, 2),
-    "tokens_before_batch": lambda b, t, h, new: new(t, b, h, D).transpose(0, 1),
-    "padded_rows": lambda b, t, h, new: new(b, t, h, D + 8)[..., :D],
-    "offset": _offset,
-}
-
-
-def lay_out(x: Tensor, layout: str) -> Tensor:
-    """A copy of x as a view of a buffer of NaN."""
-
-    def new(*shape: int) -> Tensor:
-        return poisoned(*shape, dtype=x.dtype, device=x.device)
-
-    return LAYOUTS[layout](*x.shape[:3], new).copy_(x)
-
-
 def lay_out_case(case: cases.Case, layouts: dict[str, str]) -> cases.Case:
     return case.but(**{name: lay_out(getattr(case, name), layouts[name]) for name in layouts})
-
-
-def assert_only_view_written(view: Tensor) -> None:
-    """The buffer of a poisoned view is still poisoned outside the view."""
-    values = view.clone()
-    whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage())
-    view.copy_(poisoned(*view.shape, dtype=view.dtype, device=view.device))
-    assert bool((cases.bits(whole) == -1).all()), "elements beside the view were written"
-    view.copy_(values)
 
 
 def check(case: cases.Case, layouts: dict[str, str], out_layout: str) -> None:
@@ -131,15 +99,6 @@ def test_strides_of_dimensions_of_size_one_do_not_matter(
     assert same_bits(out, expected[0]) and same_bits(state, expected[1])
 
 
-BETAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x.contiguous(),
-    "heads_first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "every_other": lambda x: torch.stack((torch.full_like(x, torch.nan), x), -1)[..., 1],
-    "odd_offset": lambda x: torch.cat((x.new_full((1,), torch.nan), x.flatten()))[1:].view(x.shape),
-    "head_slice": lambda x: torch.cat((torch.full_like(x, torch.nan), x), -1)[..., x.shape[-1] :],
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", BETAS)
 def test_beta(rng: cases.Random, dtype: torch.dtype, layout: str) -> None:
@@ -198,10 +157,8 @@ def test_strided_states(rng: cases.Random, initial: torch.dtype, final: torch.dt
     assert case.initial_state is not None
     n, h = case.state_shape[:2]
     expected = forward(case, final_state=final)
-    heads_first = poisoned(h, n, D, D, dtype=initial, device=case.device).transpose(0, 1)
-    sliced = poisoned(2 * n, h + 2, D, D, dtype=initial, device=case.device)[1::2, 1:-1]
-    for view in (heads_first, sliced):
-        view.copy_(case.initial_state)
+    for layout in STATE_LAYOUTS:
+        view = lay_out_state(case.initial_state, layout)
         buffer = poisoned(h + 1, 2 * n, D, D, dtype=final, device=case.device)
         state = buffer.transpose(0, 1)[::2, 1:]
         out, _ = forward(case.but(initial_state=view), final_state=state)
