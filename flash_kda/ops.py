@@ -148,30 +148,9 @@ def fwd(
         LoaderError: no GPU code can be loaded for the device (see its subclasses).
         LaunchError: the driver refused the launch.
     """
-    if torch.compiler.is_compiling():
-        # Traced as one operator, so that the compiler does not follow the pointers inside.
-        _operator(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale,
-            out,
-            A_log,
-            dt_bias,
-            lower_bound,
-            initial_state,
-            final_state,
-            cu_seqlens,
-            workspace=workspace,
-            beta_is_logits=beta_is_logits,
-            state_indices=state_indices,
-            checkpoint_offsets=checkpoint_offsets,
-            checkpoint_states=checkpoint_states,
-        )
-        return
-    run(
+    # Traced as one operator, so that the compiler does not follow the pointers inside.
+    execute = _operator if torch.compiler.is_compiling() else run
+    execute(
         q,
         k,
         v,

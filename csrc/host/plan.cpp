@@ -57,24 +57,23 @@ Plan make_plan(const Problem& problem, int32_t sm_count, int32_t forced_path) {
   if (t_total < 0 || t_total > kMostTokens || heads < 1 || heads > 0x7fffffff || sequences < 0 ||
       sequences > kMostTokens) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
-         "sizes out of range: %lld tokens, %lld heads, %lld sequences (each must be below 2^31, "
-         "heads "
-         "at least 1)",
+         "sizes out of range: %lld tokens, %lld heads, %lld sequences (tokens and sequences go to "
+         "2^31 - 32, heads from 1 to 2^31 - 1)",
          static_cast<long long>(t_total), static_cast<long long>(heads),
          static_cast<long long>(sequences));
   }
   if (forced_path < FLASH_KDA_PATH_AUTO || forced_path >= kPathCount) {
     fail(FLASH_KDA_PATH_UNAVAILABLE, "there is no kernel path %d", static_cast<int>(forced_path));
   }
+  // Products of two sizes stay below 2^62.
+  const int64_t chains = sequences * heads;
   Plan plan;
-  plan.path = forced_path == FLASH_KDA_PATH_AUTO ? choose_path(sequences * heads, sm_count)
+  plan.path = forced_path == FLASH_KDA_PATH_AUTO ? choose_path(chains, sm_count)
                                                  : static_cast<Path>(forced_path);
   // A sequence has at most (length + 15) / 16 chunks and never more than tokens.
   plan.chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
   plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
-  int64_t record_count, chains;
-  if (__builtin_mul_overflow(plan.chunks, heads, &record_count)) record_count = INT64_MAX;
-  if (__builtin_mul_overflow(sequences, heads, &chains)) chains = INT64_MAX;
+  const int64_t record_count = plan.chunks * heads;
   const int64_t slices = recurrence_shape(plan.path).slices();
   if (record_count > kMostRecords || chains > kMostCtas / slices) {
     fail(FLASH_KDA_INVALID_ARGUMENT,

@@ -5,7 +5,6 @@
 
 namespace flash_kda::portable {
 
-// What one CTA works on.
 struct ChainSlice {
   SequenceRange range;
   int head;
