@@ -1,6 +1,7 @@
 // Launch shapes, shared by the kernels (which assert them) and the launcher.
 #pragma once
 
+#include "chunk/warp_memory.cuh"
 #include "params.h"
 
 namespace flash_kda {
@@ -24,18 +25,50 @@ struct RecurrenceShape {
   constexpr int rows_per_warp() const { return 16 * tiles; }
   constexpr int rows() const { return warps * rows_per_warp(); }  // of V, a CTA
   constexpr int slices() const { return kHeadDim / rows(); }      // CTAs a head
-  // Token rows of V and of the output; the padding puts the rows of an ldmatrix in distinct banks.
-  constexpr int value_row_bytes() const { return 2 * rows() + 16; }
-  constexpr int output_row_bytes() const { return 2 * rows_per_warp() + 16; }
-  constexpr int stage_bytes() const { return ChunkRecord::kBytes + kChunk * value_row_bytes(); }
   constexpr int smem_bytes() const {
-    const int bytes = stages * (stage_bytes() + 2 * 8) + warps * kChunk * output_row_bytes();
+    const int warp_bytes =
+        tiles == 1 ? int(sizeof(ChainWarpMemory<1>)) : int(sizeof(ChainWarpMemory<2>));
+    const int bytes = stages * (ChunkRecord::kBytes + 2 * 8) + warps * warp_bytes;
     return (bytes + 127) / 128 * 128;
   }
 };
 
 constexpr RecurrenceShape kRecurrenceV128{4, 2, 5, 4};
-constexpr RecurrenceShape kRecurrenceV64{4, 1, 6, 1};
-constexpr RecurrenceShape kRecurrenceV32{2, 1, 6, 1};
+constexpr RecurrenceShape kRecurrenceV64{4, 1, 5, 1};
+constexpr RecurrenceShape kRecurrenceV32{2, 1, 5, 1};
+
+constexpr int kGroupWarps = 4;
+
+// A fused kernel: a cluster works on all rows of the state of one sequence and head, each of its
+// `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile `groups` of kGroupWarps warps and `solvers` in each CTA make the records of the chunks to come,
+// for all CTAs of the cluster, in a ring of `stages`. `rows` counts the rows of all slices: those
+// of V, or with a map those of V and of K.
+struct FusedShape {
+  int cluster, warps, solvers, groups, stages, rows;
+  int chain_registers;  // a thread of the computing warps; 0: all have the same
+
+  constexpr int threads() const { return 32 * (warps + solvers + kGroupWarps * groups); }
+  constexpr int slice_rows() const { return rows / cluster; }
+  constexpr bool moves_registers() const { return chain_registers > 0; }
+  constexpr int other_registers() const {
+    // A warpgroup can only be given what others have given back of what the CTA started with.
+    const int warpgroups = threads() / 128, computing = warps / 4;
+    const int all = 65536 / 128 / warpgroups / 8 * 8 * warpgroups;
+    return (all - computing * chain_registers) / (warpgroups - computing) / 8 * 8;
+  }
+  constexpr int smem_bytes() const {
+    const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
+    const int group_bytes = 2 * 2 * kGroupWarps * 2 * kChunk * 4;
+    const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(ChainWarpMemory<1>)) +
+                      groups * group_bytes + solvers * 2 * ChunkRecord::kHalfImageBytes;
+    return (bytes + 1023) / 1024 * 1024;
+  }
+};
+
+constexpr int kRowsOfWarp = 16;
+constexpr FusedShape kFused{2, 4, 4, 2, 12, kHeadDim, 168};
+constexpr FusedShape kAffine{2, 8, 4, 1, 12, 2 * kHeadDim, 152};
+
+constexpr int kCombineRows = 8;  // of V, a CTA of kHeadDim threads
 
 }  // namespace flash_kda

@@ -31,21 +31,28 @@ struct StateStrides {  // of a [N or P or C, H, V, K] tensor
   long long head;
 };
 
-// What prepare leaves for the recurrence, per chunk and head: one contiguous record, so that one
-// bulk copy moves it. Images of 16 tokens x 128 channels are rows of 256 bytes whose 16-byte units
-// are swizzled (common/tile.cuh); 16 x 16 images are four contiguous 8 x 8 blocks.
+// What a chain needs of a chunk and head: one contiguous record, so that one bulk copy moves it. An
+// image of 16 tokens x 128 channels lies in two halves of 64 channels (common/tile.cuh), and each
+// half of the record holds its half of the three images, one after the other. 16 x 16 images are
+// four contiguous 8 x 8 blocks.
 struct ChunkRecord {
-  static constexpr int kImageBytes = kChunk * kHeadDim * 2;
+  static constexpr int kHalfImageBytes = kChunk * kHeadDim;  // 64 channels
   static constexpr int kSquareBytes = kChunk * kChunk * 2;
-  static constexpr int kKeyDecayed = 0;  // -K~ = -k 2^c      bf16 16 x 128
-  static constexpr int kQueryDecayed = kKeyDecayed + kImageBytes;    // Q~ = q 2^c     bf16 16 x 128
-  static constexpr int kKeyRemaining = kQueryDecayed + kImageBytes;  // K- = k 2^(c_C - c)  "
-  static constexpr int kInverse = kKeyRemaining + kImageBytes;  // (I + L)^-1 diag(b) bf16 16 x 16
-  static constexpr int kScores = kInverse + kSquareBytes;       // lower(Q~ K^^T)      bf16 16 x 16
-  static constexpr int kDecay = kScores + kSquareBytes;  // 2^(c_C)  fp32 128, see decay_position()
-  static constexpr int kBytes = kDecay + kHeadDim * 4;
+  static constexpr int kHalfBytes = 3 * kHalfImageBytes;
+  static constexpr int kKeyDecayed = 0;                                  // -K~ = -k 2^c     bf16
+  static constexpr int kQueryDecayed = kKeyDecayed + kHalfImageBytes;    // Q~ = q 2^c         "
+  static constexpr int kKeyRemaining = kQueryDecayed + kHalfImageBytes;  // K- = k 2^(c_C - c) "
+  static constexpr int kDecay = 2 * kHalfBytes;           // 2^(c_C)  fp32 128, decay_position()
+  static constexpr int kInverse = kDecay + kHeadDim * 4;  // (I + L)^-1 diag(b)    bf16 16 x 16
+  static constexpr int kScores = kInverse + kSquareBytes;  // lower(Q~ K^^T)            "
+  static constexpr int kBytes = kScores + kSquareBytes;
 };
 static_assert(ChunkRecord::kBytes == 13824, "864 bytes a padded token and head");
+
+// What a segment of a cut sequence leaves in the workspace: the state after it, which begins as the
+// state it would leave if it had started from zero, and the matrix that the state before it is
+// multiplied by.
+enum Carried : int { kCarriedState, kCarriedMap, kCarried };
 
 struct ForwardParams {
   const void* q;
@@ -67,7 +74,8 @@ struct ForwardParams {
   int* sequence_start;  // [N + 1] first token of each sequence, made monotone and clamped to [0, T]
   int* chunk_begin;     // [N + 1] chunks before each sequence
   int* sequence_order;  // [N] sequences, longest first
-  unsigned char* records;  // [chunks][H] ChunkRecord
+  unsigned char* records;  // [chunks][H] ChunkRecord: the portable family
+  float* carried;          // [N][H][segments - 1][kCarried][V][K]: the sm90 family's segments
 
   TokenStrides q_stride, k_stride, v_stride, g_stride, out_stride, beta_stride;
   StateStrides initial_stride, final_stride, checkpoint_stride;
@@ -79,6 +87,9 @@ struct ForwardParams {
 
   int batch, tokens, heads, sequences;
   int chunks_per_sequence;  // without cu_seqlens
+  int segments;             // parts that every sequence is cut into; 1: not cut
+  int job_segments;         // of them, those that this launch of the sm90 family works on
+  long long jobs;           // sequences x job_segments x H
   int checkpoints;          // C
   int beta_dtype, a_log_dtype, dt_bias_dtype, initial_dtype, final_dtype, cu_seqlens_dtype;
   int state_indices_dtype, checkpoint_offsets_dtype, checkpoint_dtype;

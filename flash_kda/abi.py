@@ -11,11 +11,12 @@ import os
 import struct
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 from . import manifest
 from .errors import BrokenInstallError, DriverNotFoundError, LaunchError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """The interface version this module speaks; the library must answer the same."""
 
 AUTOMATIC_PATH = -1
@@ -37,7 +38,9 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             ctypes.c_int64,
             ctypes.c_int32,
             ctypes.c_int32,
+            ctypes.c_int32,
             ctypes.POINTER(ctypes.c_int32),
+            ctypes.POINTER(ctypes.c_int64),
         ),
     ),
     "path_count": (ctypes.c_int32, ()),
@@ -48,6 +51,22 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "forward": (ctypes.c_int32, (ctypes.c_uint64, ctypes.c_void_p)),
 }
+
+
+class Gpu(NamedTuple):
+    """What the choice of a path depends on besides a call's sizes."""
+
+    capability: int
+    """Compute capability, 10 * major + minor."""
+    sm_count: int
+
+
+class Plan(NamedTuple):
+    """How a call runs."""
+
+    path: int
+    """An index of Launcher.path_names."""
+    workspace_bytes: int
 
 
 class _Arguments(threading.local):
@@ -100,7 +119,7 @@ class Launcher:
         return function
 
     def workspace_size(self, t_total: int, heads: int, sequences: int) -> int:
-        """Bytes of workspace for a call; ValueError for sizes the kernels cannot take."""
+        """Bytes that suffice on any GPU; ValueError for sizes the kernels cannot take."""
         size = int(self._functions["workspace_size"](t_total, heads, sequences))
         if size < 0:
             raise ValueError(f"flash_kda: {self._error_text()}")
@@ -111,17 +130,17 @@ class Launcher:
         t_total: int,
         heads: int,
         sequences: int,
-        sm_count: int,
+        gpu: Gpu,
         forced_path: int = AUTOMATIC_PATH,
-    ) -> int:
-        """Which path (an index of path_names) runs a call of these sizes on such a GPU."""
-        path = ctypes.c_int32()
+    ) -> Plan:
+        """How a call of these sizes runs on such a GPU; ValueError if the path cannot."""
+        path, size = ctypes.c_int32(), ctypes.c_int64()
         status = self._functions["plan"](
-            t_total, heads, sequences, sm_count, forced_path, ctypes.byref(path)
+            t_total, heads, sequences, *gpu, forced_path, ctypes.byref(path), ctypes.byref(size)
         )
         if status != _OK:
             self._raise(status)
-        return path.value
+        return Plan(path.value, size.value)
 
     def path_id(self, name: str) -> int:
         """The index of a path's name; ValueError listing the names if there is no such path."""
@@ -250,10 +269,10 @@ def workspace_size(t_total: int, heads: int, sequences: int) -> int:
 
 
 def plan(
-    t_total: int, heads: int, sequences: int, sm_count: int, forced_path: int = AUTOMATIC_PATH
-) -> int:
+    t_total: int, heads: int, sequences: int, gpu: Gpu, forced_path: int = AUTOMATIC_PATH
+) -> Plan:
     """See Launcher.plan."""
-    return launcher().plan(t_total, heads, sequences, sm_count, forced_path)
+    return launcher().plan(t_total, heads, sequences, gpu, forced_path)
 
 
 def path_names() -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def collect(require_gpu: bool = False) -> Report:
     return report
 
 
-def planned_path(tokens: int, heads: int, sequences: int, sm_count: int) -> str:
+def planned_path(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> str:
     """Name of the kernel path of such a call, FLASH_KDA_PATH taken into account.
 
     Raises:
@@ -89,7 +89,7 @@ def planned_path(tokens: int, heads: int, sequences: int, sm_count: int) -> str:
     """
     forced = os.environ.get(PATH_VARIABLE)
     path = abi.path_id(forced) if forced else abi.AUTOMATIC_PATH
-    return abi.path_names()[abi.plan(tokens, heads, sequences, sm_count, path)]
+    return abi.path_names()[abi.plan(tokens, heads, sequences, gpu, path).path]
 
 
 def driver_facts() -> Report:
@@ -214,7 +214,7 @@ def _gpus(problems: list[str]) -> list[Report]:
         }
         if explanation.error is None:
             try:
-                gpu["paths"] = [_path(*shape, device.sm_count) for shape in SHAPES]
+                gpu["paths"] = [_path(*shape, loader.planning_facts(device)) for shape in SHAPES]
             except (FlashKDAError, ValueError) as error:
                 gpu["error"] = str(error)
         if gpu["error"] is not None:
@@ -223,8 +223,8 @@ def _gpus(problems: list[str]) -> list[Report]:
     return gpus
 
 
-def _path(tokens: int, heads: int, sequences: int, sm_count: int) -> Report:
-    path = planned_path(tokens, heads, sequences, sm_count)
+def _path(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> Report:
+    path = planned_path(tokens, heads, sequences, gpu)
     return {"tokens": tokens, "heads": heads, "sequences": sequences, "path": path}
 
 

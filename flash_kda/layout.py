@@ -83,7 +83,7 @@ class Layout:
         "t_total",
         "tokens",
         "varlen",
-        "workspace_bytes",
+        "workspace",
     )
 
     device: torch.device
@@ -109,8 +109,8 @@ class Layout:
     """Whether the two states have the same dtype and strides, so that they may be one tensor."""
     copies: tuple[bool, bool]
     """Whether A_log and dt_bias have gaps and must be copied for the kernels."""
-    workspace_bytes: int | None
-    """Bytes the kernels need; filled in by the first call that asks for it."""
+    workspace: tuple[int | None, int]
+    """A path, forced or automatic, and the bytes its kernels need; of the last call."""
     proven: set[tuple[int, ...]]
     """Addresses for which arguments.py has found everything in order."""
 
@@ -156,7 +156,7 @@ def build(tensors: Tensors) -> Layout:
     layout.tokens, layout.heads, layout.t_total = tokens, heads, batch * tokens
     layout.sequences = _check_cu_seqlens(tensors[CU_SEQLENS], batch)
     layout.varlen = tensors[CU_SEQLENS] is not None
-    layout.workspace_bytes = None
+    layout.workspace = (None, 0)
     for position in (K, V, G, OUT):
         _check_shape(tensors, position, (batch, tokens, heads, HEAD_DIM), "[B, T, H, 128] as q")
         _check_dtype(tensors, position, _BF16)

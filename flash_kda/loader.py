@@ -50,7 +50,7 @@ class Module(NamedTuple):
     target: str
     cubin: str
     """Path of the file."""
-    sm_count: int
+    gpu: abi.Gpu
 
 
 class Selection(NamedTuple):
@@ -249,7 +249,13 @@ def _load(index: int) -> Module:
             f"The NVIDIA driver cannot load {selection.path} (intact, target {selection.target}) "
             f"on GPU {index} ({gpu.name}): {error}."
         ) from error
-    return Module(handle, selection.target, str(selection.path), gpu.sm_count)
+    return Module(handle, selection.target, str(selection.path), planning_facts(gpu))
+
+
+def planning_facts(gpu: driver.DeviceInfo) -> abi.Gpu:
+    """What the choice of a path depends on."""
+    major, minor = gpu.capability
+    return abi.Gpu(10 * major + minor, gpu.sm_count)
 
 
 def _suitable_manifest(

@@ -236,21 +236,27 @@ def run(
 _operator = library.register(run)
 
 
-def workspace_size(t_total: int, heads: int, sequences: int) -> int:
+def workspace_size(
+    t_total: int, heads: int, sequences: int, device: torch.device | str | int | None = None
+) -> int:
     """Bytes of workspace that ``fwd`` needs on a GPU.
 
     The size covers every split of ``t_total`` tokens into ``sequences`` sequences, so it does not
-    depend on the values of ``cu_seqlens``. Needs no GPU.
+    depend on the values of ``cu_seqlens``. It does depend on the GPU, and on ``FLASH_KDA_PATH`` if
+    that is set.
 
     Args:
         t_total: B * T, tokens of all batch rows together, at most 2^31 - 32.
         heads: H, at least 1.
         sequences: N; B without cu_seqlens, else its length minus one.
+        device: the CUDA device of the tensors; None means the current one. Without any GPU the
+            answer is a size that suffices on every GPU.
 
     Raises:
         TypeError: not an integer.
-        ValueError: out of range.
+        ValueError: out of range, or not a CUDA device.
         BrokenInstallError: the launcher library is missing or damaged.
+        LoaderError: the device cannot run any kernel of this package.
     """
     sizes = {"t_total": t_total, "heads": heads, "sequences": sequences}
     for name, value in sizes.items():
@@ -270,7 +276,16 @@ def workspace_size(t_total: int, heads: int, sequences: int) -> int:
                 f"flash_kda.workspace_size: {name}: got {shown(value)}; needs at least {least} and "
                 f"{at_most}"
             )
-    return abi.workspace_size(*sizes.values())
+    if device is None and not torch.cuda.is_available():
+        return abi.workspace_size(*sizes.values())
+    where = torch.device("cuda" if device is None else device)
+    if where.type != "cuda":
+        raise ValueError(f"flash_kda.workspace_size: device: got {where}; needs a CUDA device")
+    if where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    launcher = abi.launcher()
+    gpu = loader.module_for(where).gpu
+    return launcher.plan(*sizes.values(), gpu, _forced_path(launcher)).workspace_bytes
 
 
 def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: bool) -> None:
@@ -280,11 +295,11 @@ def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: b
     module = loader.module_for(layout.device)
     launcher = abi.launcher()
     path = _forced_path(launcher)
-    needed = layout.workspace_bytes
-    if needed is None:
-        needed = layout.workspace_bytes = launcher.workspace_size(
-            layout.t_total, layout.heads, layout.sequences
-        )
+    key, needed = layout.workspace
+    if key != path:
+        plan = launcher.plan(layout.t_total, layout.heads, layout.sequences, module.gpu, path)
+        needed = plan.workspace_bytes
+        layout.workspace = (path, needed)
     pointers = call.pointers
     if workspace is None:
         # Freed to this stream's pool on return: later work on the stream runs after the kernels.

@@ -16,7 +16,7 @@ from bench_cases import Case
 
 import flash_kda
 from build_tools.common import csrc_hash
-from flash_kda import abi, doctor
+from flash_kda import doctor, loader
 
 SCHEMA = 1
 CPU_PATH = "reference (CPU)"
@@ -63,14 +63,14 @@ def path_name(case: Case, device: torch.device) -> str:
     """Which kernels a call of this case runs on this device."""
     if device.type != "cuda":
         return CPU_PATH
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    return doctor.planned_path(case.tokens, case.heads, case.sequences, sm_count)
+    gpu = loader.module_for(device).gpu
+    return doctor.planned_path(case.tokens, case.heads, case.sequences, gpu)
 
 
 def workspace_bytes(case: Case) -> int | None:
     """Size of the workspace a call of this case takes; None where no launcher is built."""
     try:
-        return abi.workspace_size(case.tokens, case.heads, case.sequences)
+        return flash_kda.workspace_size(case.tokens, case.heads, case.sequences)
     except flash_kda.FlashKDAError:
         return None
 

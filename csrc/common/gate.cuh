@@ -58,6 +58,7 @@ struct Gate {
   float slope;
   float bias[kCount];
 
+  Gate() = default;
   __device__ __forceinline__ Gate(const ForwardParams& p, int head, int channel) : slope(-kLog2E) {
     if (p.a_log_dtype != kAbsent) {
       slope *= expf(load_any(p.a_log, head, p.a_log_dtype));

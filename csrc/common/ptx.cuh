@@ -76,6 +76,23 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Shared memory -> the same place in the shared memory of another CTA of the cluster; completes on
+// that CTA's mbarrier. `barrier` too is given as the address of this CTA's own.
+__device__ __forceinline__ void bulk_send(unsigned cta, void* shared, unsigned bytes,
+                                          cute::uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, signal;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 signal, %2, %3;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [signal], %1;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, "
+      "[signal];\n"
+      "}" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
+      "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(cta)
+      : "memory");
+}
+
 // 16 bytes global -> shared; zeros when `valid` is false (then nothing is read).
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid) {
   asm volatile(
@@ -86,11 +103,13 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
 __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Arrives on an mbarrier, for this thread, once all its earlier copy_async_16 have landed.
-__device__ __forceinline__ void copy_async_arrive(cute::uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                   cute::cast_smem_ptr_to_uint(barrier))
-               : "memory");
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until at most kGroups of this thread's latest groups are under way.
+template <int kGroups>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Programmatic dependent launch: wait until the launches before this one have completed and their
@@ -105,5 +124,6 @@ __device__ __forceinline__ void allow_next_launch() {
 // Keeps `x` in a register: without it the compiler works cheap address arithmetic out again in
 // every round of a loop, and a warp that is alone on its scheduler has no time for that.
 __device__ __forceinline__ void keep_in_register(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep_in_register(unsigned& x) { asm volatile("" : "+r"(x)); }
 
 }  // namespace flash_kda

@@ -10,17 +10,18 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/mma_sm80.hpp>
-#include <cute/swizzle.hpp>
 
 #include "common/ptx.cuh"
 #include "params.h"
 
 namespace flash_kda {
 
-// Byte offset in a 16 x 128 bf16 image: rows of 256 bytes, 16-byte unit u of row r stored at
-// u ^ (r % 8), so that the eight rows of an ldmatrix fall into different banks.
-__device__ __forceinline__ int image_offset(int row, int byte_in_row) {
-  return cute::Swizzle<3, 4, 4>{}(row * (kHeadDim * 2) + byte_in_row);
+// Byte offset in a 16 x 128 bf16 image, in two halves of 64 channels: rows of 128 bytes whose 16-byte
+// unit u stands at u ^ (row % 8), so that the eight rows of an ldmatrix fall into different banks.
+// It is also the 128-byte swizzle that wgmma reads, whichever of its two orders is the major one.
+__device__ __forceinline__ constexpr int image_offset(int row, int byte_in_row,
+                                                      int half_bytes = ChunkRecord::kHalfBytes) {
+  return (byte_in_row >> 7) * half_bytes + row * 128 + ((byte_in_row & 127) ^ (row & 7) << 4);
 }
 
 // Byte offset in a 16 x 16 bf16 image of four contiguous 8 x 8 blocks.

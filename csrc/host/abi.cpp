@@ -19,16 +19,18 @@ FLASH_KDA_EXPORT const char* flash_kda_last_error(void) { return remembered(); }
 FLASH_KDA_EXPORT int64_t flash_kda_workspace_size(int64_t t_total, int64_t heads,
                                                   int64_t sequences) {
   int64_t bytes = -1;
-  guarded([&] {
-    bytes = make_plan({t_total, heads, sequences}, 1, FLASH_KDA_PATH_AUTO).workspace_bytes;
-  });
+  guarded([&] { bytes = largest_workspace({t_total, heads, sequences}); });
   return bytes;
 }
 
 FLASH_KDA_EXPORT int32_t flash_kda_plan(int64_t t_total, int64_t heads, int64_t sequences,
-                                        int32_t sm_count, int32_t forced_path, int32_t* path) {
-  return guarded(
-      [&] { *path = make_plan({t_total, heads, sequences}, sm_count, forced_path).path; });
+                                        int32_t capability, int32_t sm_count, int32_t forced_path,
+                                        int32_t* path, int64_t* workspace_bytes) {
+  return guarded([&] {
+    const Plan plan = make_plan({t_total, heads, sequences}, {capability, sm_count}, forced_path);
+    *path = plan.path;
+    *workspace_bytes = plan.workspace_bytes;
+  });
 }
 
 FLASH_KDA_EXPORT int32_t flash_kda_path_count(void) { return kPathCount; }

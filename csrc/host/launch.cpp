@@ -46,7 +46,12 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.sequence_start = schedule;
   p.chunk_begin = schedule + a.sequences + 1;
   p.sequence_order = schedule + 2 * (a.sequences + 1);
-  p.records = address<unsigned char*>(a.workspace) + plan.schedule_bytes;
+  const uint64_t rest = a.workspace + plan.schedule_bytes;
+  if (is_portable(plan.path)) {
+    p.records = address<unsigned char*>(rest);
+  } else {
+    p.carried = address<float*>(rest);
+  }
 
   p.q_stride = token_strides(a.q_stride);
   p.k_stride = token_strides(a.k_stride);
@@ -70,6 +75,7 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.heads = static_cast<int>(a.heads);
   p.sequences = static_cast<int>(a.sequences);
   p.chunks_per_sequence = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
+  p.segments = static_cast<int>(plan.segments);
   p.checkpoints = a.checkpoint_states == 0 ? 0 : static_cast<int>(a.checkpoints);
   p.beta_is_logits = a.beta_is_logits;
   p.beta_dtype = a.beta_dtype;
@@ -153,13 +159,49 @@ class Launcher {
   bool first_ = true;
 };
 
+void launch_portable(const Module& module, const Plan& plan, Launcher& launch) {
+  if (plan.prepare_ctas > 0) {
+    launch(module.prepare, plan.prepare_ctas, kPrepareThreads, kPrepareSmemBytes,
+           "launching flash_kda_prepare");
+  }
+  const RecurrenceShape& shape = recurrence_shape(plan.path);
+  int smem_bytes = shape.smem_bytes();
+  // Where every CTA can have a multiprocessor of its own it must: started while prepare drains,
+  // they would crowd on the first ones that fall free.
+  if (plan.chain_ctas <= module.gpu.sm_count && smem_bytes < module.exclusive_smem) {
+    smem_bytes = module.exclusive_smem;
+  }
+  launch(module.chain[plan.path], plan.chain_ctas, shape.threads(), smem_bytes,
+         "launching flash_kda_recurrence");
+}
+
+// Parameters are copied by each launch, so that the next one may change them.
+void launch_fused(const Module& module, const Plan& plan, int64_t chains, ForwardParams& params,
+                  Launcher& launch) {
+  const auto set_jobs = [&](int64_t segments) {
+    params.job_segments = static_cast<int>(segments);
+    params.jobs = chains * segments;
+  };
+  if (plan.affine_ctas > 0) {
+    set_jobs(plan.segments - 1);
+    launch(module.affine, plan.affine_ctas, kAffine.threads(), kAffine.smem_bytes(),
+           "launching flash_kda_affine");
+  }
+  if (plan.combine_ctas > 0) {
+    launch(module.combine, plan.combine_ctas, kHeadDim, 0, "launching flash_kda_combine");
+  }
+  set_jobs(plan.segments);
+  launch(module.chain[plan.path], plan.chain_ctas, kFused.threads(), kFused.smem_bytes(),
+         "launching flash_kda_fused");
+}
+
 }  // namespace
 
 void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   check_args(args);
   int64_t t_total;
   if (__builtin_mul_overflow(args.batch, args.tokens, &t_total)) t_total = INT64_MAX;
-  const Plan plan = make_plan({t_total, args.heads, args.sequences}, module.sm_count, args.path);
+  const Plan plan = make_plan({t_total, args.heads, args.sequences}, module.gpu, args.path);
   if (args.sequences == 0) return;
   if (args.workspace_bytes < plan.workspace_bytes || args.workspace == 0 ||
       args.workspace % 256 != 0) {
@@ -176,19 +218,11 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   if (args.cu_seqlens != 0) {
     launch(module.schedule, 1, kScheduleThreads, 0, "launching flash_kda_schedule");
   }
-  if (plan.prepare_ctas > 0) {
-    launch(module.prepare, plan.prepare_ctas, kPrepareThreads, kPrepareSmemBytes,
-           "launching flash_kda_prepare");
+  if (is_portable(plan.path)) {
+    launch_portable(module, plan, launch);
+  } else {
+    launch_fused(module, plan, args.sequences * args.heads, params, launch);
   }
-  const RecurrenceShape& shape = recurrence_shape(plan.path);
-  int smem_bytes = shape.smem_bytes();
-  // Where every CTA can have a multiprocessor of its own it must: started while prepare drains,
-  // they would crowd on the first ones that fall free.
-  if (plan.recurrence_ctas <= module.sm_count && smem_bytes < module.exclusive_smem) {
-    smem_bytes = module.exclusive_smem;
-  }
-  launch(module.recurrence[plan.path], plan.recurrence_ctas, shape.threads(), smem_bytes,
-         "launching flash_kda_recurrence");
 }
 
 }  // namespace flash_kda::host

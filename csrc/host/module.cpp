@@ -63,7 +63,9 @@ Module* open_module(const void* image, int32_t device) {
   auto module = std::make_unique<Module>();
   CUdevice handle;
   check(d.DeviceGet(&handle, device), "cuDeviceGet");
-  module->sm_count = device_attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  module->gpu = {10 * device_attribute(handle, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
+                     device_attribute(handle, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+                 device_attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)};
   module->exclusive_smem =
       device_attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR) / 2;
   check(d.DevicePrimaryCtxRetain(&module->context, handle), "cuDevicePrimaryCtxRetain");
@@ -75,12 +77,18 @@ Module* open_module(const void* image, int32_t device) {
   try {
     module->schedule = find_kernel(library, "flash_kda_schedule", 0);
     module->prepare = find_kernel(library, "flash_kda_prepare", kPrepareSmemBytes);
-    const char* const names[kPathCount] = {"flash_kda_recurrence_v128", "flash_kda_recurrence_v64",
-                                           "flash_kda_recurrence_v32"};
-    for (int path = 0; path < kPathCount; ++path) {
-      module->recurrence[path] = find_kernel(
-          library, names[path],
-          std::max(recurrence_shape(static_cast<Path>(path)).smem_bytes(), module->exclusive_smem));
+    for (const Path path : {kPortableV128, kPortableV64, kPortableV32}) {
+      const std::string name = path_name(path);
+      module->chain[path] = find_kernel(
+          library, ("flash_kda_recurrence" + name.substr(name.find('_'))).c_str(),
+          std::max(recurrence_shape(path).smem_bytes(), module->exclusive_smem));
+    }
+    if (module->gpu.capability == kHopper) {
+      module->chain[kPathFused] =
+          find_kernel(library, "flash_kda_fused", kFused.smem_bytes());
+      module->affine = find_kernel(library, "flash_kda_affine", kAffine.smem_bytes());
+      module->combine = find_kernel(library, "flash_kda_combine", 0);
+      module->chain[kPathSegments] = module->chain[kPathFused];
     }
   } catch (...) {
     d.LibraryUnload(library);

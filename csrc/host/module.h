@@ -11,11 +11,12 @@ namespace flash_kda::host {
 
 struct Module {
   CUcontext context;
-  int32_t sm_count;
+  Gpu gpu;
   int32_t exclusive_smem;  // dynamic shared memory with which no two CTAs fit one multiprocessor
   CUfunction schedule;
   CUfunction prepare;
-  CUfunction recurrence[kPathCount];
+  CUfunction affine, combine;    // null but on compute capability 9.0
+  CUfunction chain[kPathCount];  // the recurrence or the fused kernel of each path
 };
 
 // Never freed: kernels may still be running when the process ends.

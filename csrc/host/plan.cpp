@@ -17,28 +17,55 @@ constexpr int64_t kAlignment = 256;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Shorter segments cost more in launches and in the state's way than they gain.
+constexpr int64_t kChunksOfSegment = 16;
+constexpr int64_t kSegmentsThatPay = 4;
+
+// Into how many segments sequences of so many chunks are cut, when all heads together may occupy
+// the card twice: the pass that finds the maps and the pass with the outputs both take two CTAs a
+// segment.
+int64_t segment_count(int64_t chains, int64_t chunks, int32_t sm_count) {
+  const int64_t fitting = sm_count / 2 / std::max<int64_t>(chains, 1);
+  return std::max<int64_t>(1, std::min(fitting, chunks / kChunksOfSegment));
+}
+
 // Rows of V are independent, so a head can be cut into slices of V that run on several
 // multiprocessors: no extra arithmetic, but every slice reads the records again. It pays while
-// there are idle multiprocessors.
-Path choose_path(int64_t chains, int32_t sm_count) {
-  if (chains <= sm_count / 4) return kPortableV32;
-  if (chains <= sm_count / 2) return kPortableV64;
+// there are idle multiprocessors. So does cutting sequences, which doubles the arithmetic.
+Path choose_path(int64_t chains, int64_t chunks, const Gpu& gpu) {
+  if (gpu.capability == kHopper) {
+    if (segment_count(chains, chunks, gpu.sm_count) >= kSegmentsThatPay) return kPathSegments;
+    return kPathFused;
+  }
+  if (chains <= gpu.sm_count / 4) return kPortableV32;
+  if (chains <= gpu.sm_count / 2) return kPortableV64;
   return kPortableV128;
+}
+
+// Jobs are dealt out to as many clusters as the card has room for at once.
+int64_t fused_ctas(const FusedShape& shape, int64_t jobs, int32_t sm_count) {
+  const int64_t clusters = std::max(1, sm_count / shape.cluster);
+  return std::min(jobs, clusters) * shape.cluster;
+}
+
+void check_sizes(const Problem& problem) {
+  const auto [t_total, heads, sequences] = problem;
+  if (t_total < 0 || t_total > kMostTokens || heads < 1 || heads > 0x7fffffff || sequences < 0 ||
+      sequences > kMostTokens) {
+    fail(FLASH_KDA_INVALID_ARGUMENT,
+         "sizes out of range: %lld tokens, %lld heads, %lld sequences (tokens and sequences go to "
+         "2^31 - 32, heads from 1 to 2^31 - 1)",
+         static_cast<long long>(t_total), static_cast<long long>(heads),
+         static_cast<long long>(sequences));
+  }
 }
 
 }  // namespace
 
 const char* path_name(int32_t path) {
-  switch (path) {
-    case kPortableV128:
-      return "portable_v128";
-    case kPortableV64:
-      return "portable_v64";
-    case kPortableV32:
-      return "portable_v32";
-    default:
-      return nullptr;
-  }
+  static constexpr const char* kNames[kPathCount] = {
+      "portable_v128", "portable_v64", "portable_v32", "fused", "segments"};
+  return path >= 0 && path < kPathCount ? kNames[path] : nullptr;
 }
 
 const RecurrenceShape& recurrence_shape(Path path) {
@@ -52,40 +79,60 @@ const RecurrenceShape& recurrence_shape(Path path) {
   }
 }
 
-Plan make_plan(const Problem& problem, int32_t sm_count, int32_t forced_path) {
+Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
+  check_sizes(problem);
   const auto [t_total, heads, sequences] = problem;
-  if (t_total < 0 || t_total > kMostTokens || heads < 1 || heads > 0x7fffffff || sequences < 0 ||
-      sequences > kMostTokens) {
-    fail(FLASH_KDA_INVALID_ARGUMENT,
-         "sizes out of range: %lld tokens, %lld heads, %lld sequences (tokens and sequences go to "
-         "2^31 - 32, heads from 1 to 2^31 - 1)",
-         static_cast<long long>(t_total), static_cast<long long>(heads),
-         static_cast<long long>(sequences));
-  }
   if (forced_path < FLASH_KDA_PATH_AUTO || forced_path >= kPathCount) {
     fail(FLASH_KDA_PATH_UNAVAILABLE, "there is no kernel path %d", static_cast<int>(forced_path));
   }
   // Products of two sizes stay below 2^62.
   const int64_t chains = sequences * heads;
-  Plan plan;
-  plan.path = forced_path == FLASH_KDA_PATH_AUTO ? choose_path(chains, sm_count)
-                                                 : static_cast<Path>(forced_path);
   // A sequence has at most (length + 15) / 16 chunks and never more than tokens.
-  plan.chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
-  plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
-  const int64_t record_count = plan.chunks * heads;
-  const int64_t slices = recurrence_shape(plan.path).slices();
+  const int64_t chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
+  const int64_t chunks_of_sequence = sequences == 0 ? 0 : chunks / sequences;
+  Plan plan{};
+  plan.path = forced_path == FLASH_KDA_PATH_AUTO ? choose_path(chains, chunks_of_sequence, gpu)
+                                                 : static_cast<Path>(forced_path);
+  if (!is_portable(plan.path) && gpu.capability != kHopper) {
+    fail(FLASH_KDA_PATH_UNAVAILABLE,
+         "path %s needs a GPU of compute capability 9.0, this one has %d.%d", path_name(plan.path),
+         gpu.capability / 10, gpu.capability % 10);
+  }
+  const int64_t record_count = chunks * heads;
+  const int64_t slices = kHeadDim / 32;  // of the path with the most
   if (record_count > kMostRecords || chains > kMostCtas / slices) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
          "too large for one call: %lld chunks of %lld heads, %lld sequences (chunks x heads and "
          "sequences x heads x %lld must stay below 2^31)",
-         static_cast<long long>(plan.chunks), static_cast<long long>(heads),
+         static_cast<long long>(chunks), static_cast<long long>(heads),
          static_cast<long long>(sequences), static_cast<long long>(slices));
   }
-  plan.workspace_bytes = plan.schedule_bytes + record_count * ChunkRecord::kBytes;
-  plan.prepare_ctas = ceil_div(record_count, kPrepareWarps);
-  plan.recurrence_ctas = chains * slices;
+  plan.segments = 1;
+  plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
+  plan.workspace_bytes = plan.schedule_bytes;
+  if (is_portable(plan.path)) {
+    plan.workspace_bytes += record_count * ChunkRecord::kBytes;
+    plan.prepare_ctas = ceil_div(record_count, kPrepareWarps);
+    plan.chain_ctas = chains * recurrence_shape(plan.path).slices();
+    return plan;
+  }
+  if (plan.path == kPathSegments) {
+    plan.segments = segment_count(chains, chunks_of_sequence, gpu.sm_count);
+    const int64_t cut = chains * (plan.segments - 1);
+    plan.workspace_bytes += cut * kCarried * kHeadDim * kHeadDim * static_cast<int64_t>(4);
+    if (cut > 0) {
+      plan.affine_ctas = fused_ctas(kAffine, cut, gpu.sm_count);
+      if (plan.segments > 2) plan.combine_ctas = chains * (kHeadDim / kCombineRows);
+    }
+  }
+  plan.chain_ctas = fused_ctas(kFused, chains * plan.segments, gpu.sm_count);
   return plan;
+}
+
+int64_t largest_workspace(const Problem& problem) {
+  // A segment carries less than its chunks' records take.
+  static_assert(kCarried * kHeadDim * kHeadDim * 4 < kChunksOfSegment * ChunkRecord::kBytes);
+  return make_plan(problem, {0, 1}, kPortableV128).workspace_bytes;
 }
 
 }  // namespace flash_kda::host

@@ -14,22 +14,41 @@ struct Problem {
   int64_t sequences;
 };
 
-enum Path : int32_t { kPortableV128, kPortableV64, kPortableV32, kPathCount };
+constexpr int32_t kHopper = 90;  // the compute capability that the sm90 family is for
+
+struct Gpu {
+  int32_t capability;  // 10 * major + minor
+  int32_t sm_count;
+};
+
+enum Path : int32_t {
+  kPortableV128,
+  kPortableV64,
+  kPortableV32,
+  kPathFused,
+  kPathSegments,
+  kPathCount
+};
 
 const char* path_name(int32_t path);
 
-const RecurrenceShape& recurrence_shape(Path path);
+inline bool is_portable(Path path) { return path <= kPortableV32; }
+const RecurrenceShape& recurrence_shape(Path path);  // of a portable path
 
 struct Plan {
   Path path;
-  int64_t chunks;           // upper bound over all splits of t_total into `sequences` parts
   int64_t schedule_bytes;   // the integer arrays at the start of the workspace
-  int64_t workspace_bytes;  // arrays, then one ChunkRecord a chunk and head
+  int64_t workspace_bytes;  // arrays, then records or what segments carry
   int64_t prepare_ctas;     // 0: nothing to prepare
-  int64_t recurrence_ctas;
+  int64_t segments;         // parts that every sequence is cut into
+  int64_t affine_ctas, combine_ctas;  // 0: not cut
+  int64_t chain_ctas;       // of the recurrence or the fused kernel
 };
 
 // `forced_path` is a Path or FLASH_KDA_PATH_AUTO. Throws Error on sizes no launch could have.
-Plan make_plan(const Problem& problem, int32_t sm_count, int32_t forced_path);
+Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path);
+
+// Enough for whatever any GPU takes.
+int64_t largest_workspace(const Problem& problem);
 
 }  // namespace flash_kda::host

@@ -4,7 +4,7 @@
 
 #include "common/tile.cuh"
 
-namespace flash_kda::portable {
+namespace flash_kda {
 
 // Lane j (and j + 16) solves for column j; all lanes read the same rows of L.
 __device__ __forceinline__ void solve_unit_lower(float (&x)[kChunk],
@@ -35,4 +35,4 @@ __device__ __forceinline__ void store_inverse(unsigned char* image, const float 
   }
 }
 
-}  // namespace flash_kda::portable
+}  // namespace flash_kda

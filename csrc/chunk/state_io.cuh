@@ -4,9 +4,10 @@
 
 #include <cuda_bf16.h>
 
+#include "chunk/slice.cuh"
 #include "common/tile.cuh"
 
-namespace flash_kda::portable {
+namespace flash_kda {
 
 constexpr int kStateTiles = kHeadDim / 8;  // accumulators along K
 
@@ -68,6 +69,7 @@ __device__ __forceinline__ void for_each_state_pair(int lane, Function function)
 template <class Element, bool kVectorised, int kTiles>
 __device__ __forceinline__ void load_state_as(float (&s)[kTiles][kStateTiles][4], const void* base,
                                               int lane) {
+  __builtin_assume(__isGlobal(base));
   for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int offset) {
     const float2 pair =
         StatePair<Element, kVectorised>::load(static_cast<const Element*>(base) + offset);
@@ -79,47 +81,60 @@ __device__ __forceinline__ void load_state_as(float (&s)[kTiles][kStateTiles][4]
 template <class Element, bool kVectorised, int kTiles>
 __device__ __forceinline__ void store_state_as(const float (&s)[kTiles][kStateTiles][4], void* base,
                                                int lane) {
+  __builtin_assume(__isGlobal(base));
   for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int offset) {
     StatePair<Element, kVectorised>::store(static_cast<Element*>(base) + offset,
                                            s[tile][n][2 * half], s[tile][n][2 * half + 1]);
   });
 }
 
-// `base` points at the warp's first V row; an absent state is zero.
+// From the warp's first V row; an absent state is zero.
 template <int kTiles>
-__device__ __forceinline__ void load_state(float (&s)[kTiles][kStateTiles][4], const void* base,
-                                           int dtype, bool vectorised, int lane) {
-  if (dtype == kAbsent) {
+__device__ __forceinline__ void load_state(float (&s)[kTiles][kStateTiles][4],
+                                           const StateAddress& from, int lane) {
+  if (from.dtype == kAbsent) {
     for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int) {
       s[tile][n][2 * half] = s[tile][n][2 * half + 1] = 0.0f;
     });
-  } else if (dtype == kFloat32) {
-    if (vectorised) {
-      load_state_as<float, true>(s, base, lane);
+  } else if (from.dtype == kFloat32) {
+    if (from.vectorised) {
+      load_state_as<float, true>(s, from.base, lane);
     } else {
-      load_state_as<float, false>(s, base, lane);
+      load_state_as<float, false>(s, from.base, lane);
     }
-  } else if (vectorised) {
-    load_state_as<__nv_bfloat16, true>(s, base, lane);
+  } else if (from.vectorised) {
+    load_state_as<__nv_bfloat16, true>(s, from.base, lane);
   } else {
-    load_state_as<__nv_bfloat16, false>(s, base, lane);
+    load_state_as<__nv_bfloat16, false>(s, from.base, lane);
   }
+}
+
+// The identity, of which this warp owns the rows from `row` on.
+template <int kTiles>
+__device__ __forceinline__ void load_identity(float (&s)[kTiles][kStateTiles][4], int row,
+                                              int lane) {
+  for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int offset) {
+    const int column = offset % kHeadDim, own_row = row + offset / kHeadDim;
+    s[tile][n][2 * half] = own_row == column ? 1.0f : 0.0f;
+    s[tile][n][2 * half + 1] = own_row == column + 1 ? 1.0f : 0.0f;
+  });
 }
 
 template <int kTiles>
-__device__ __forceinline__ void store_state(const float (&s)[kTiles][kStateTiles][4], void* base,
-                                            int dtype, bool vectorised, int lane) {
-  if (dtype == kFloat32) {
-    if (vectorised) {
-      store_state_as<float, true>(s, base, lane);
+__device__ __forceinline__ void store_state(const float (&s)[kTiles][kStateTiles][4],
+                                            const StateAddress& to, int lane) {
+  if (to.dtype == kAbsent) return;
+  if (to.dtype == kFloat32) {
+    if (to.vectorised) {
+      store_state_as<float, true>(s, to.base, lane);
     } else {
-      store_state_as<float, false>(s, base, lane);
+      store_state_as<float, false>(s, to.base, lane);
     }
-  } else if (vectorised) {
-    store_state_as<__nv_bfloat16, true>(s, base, lane);
+  } else if (to.vectorised) {
+    store_state_as<__nv_bfloat16, true>(s, to.base, lane);
   } else {
-    store_state_as<__nv_bfloat16, false>(s, base, lane);
+    store_state_as<__nv_bfloat16, false>(s, to.base, lane);
   }
 }
 
-}  // namespace flash_kda::portable
+}  // namespace flash_kda

@@ -1,0 +1,196 @@
+// One warp's part of a chain: its rows of the state through all chunks of a sequence. What happens
+// to the state in a chunk is a step of its own (step_mma.cuh, sm90/step_wgmma.cuh); here is what
+// surrounds it, V on its way in and the output on its way out.
+#pragma once
+
+#include "chunk/slice.cuh"
+#include "chunk/state_io.cuh"
+#include "chunk/warp_memory.cuh"
+#include "common/tile.cuh"
+
+namespace flash_kda {
+
+// Walks a ring of stages: which one a chunk uses, and the parity of its barriers' phase.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// A computing warp with 16 * kTiles rows of V. It lives through all sequences that its CTA works
+// on: begin(), run() up to each place where the state is wanted, finish().
+//
+// `Ring` is where records come from, kStages of them at once: record(stage), wait(stage, parity),
+// landed(stage, parity) without waiting, and release(stage), called by one lane once this warp has
+// read the record. `Step` says how many tiles and whether there are outputs; without, the chain
+// only carries the state on.
+template <class Ring, class Step>
+class Chain {
+ public:
+  static constexpr int kTiles = Step::kTiles;
+  static constexpr bool kOutputs = Step::kOutputs;
+  using State = float[kTiles][kStateTiles][4];
+  using Memory = ChainWarpMemory<kTiles>;
+
+  __device__ __forceinline__ Chain(const ForwardParams& p, const Ring& ring, Memory& memory)
+      : p_(p), ring_(ring), memory_(memory), lane_(threadIdx.x & 31), step_(lane_) {
+    const int row = (lane_ & 7) + (lane_ >> 4) * 8, half = (lane_ >> 3) & 1;
+    piece_ = lane_ / kUnits * kRowBytes + lane_ % kUnits * 16;
+    matrix_ = row * kRowBytes + 16 * half;
+    keep_in_register(piece_);
+    keep_in_register(matrix_);
+  }
+
+  // Starts on a sequence, at this warp's first V row. Without values V is zero throughout.
+  __device__ __forceinline__ void begin(const ChainSlice& slice, int first_row, bool has_values) {
+    const int token = lane_ / kUnits, byte = lane_ % kUnits * 16;
+    const int length = slice.range.tokens.length;
+    chunks_ = chunks_of(length);
+    done_ = 0;
+    value_rows_left_ = has_values ? length - token : 0;
+    next_value_ = static_cast<const unsigned char*>(p_.v) +
+                  slice.token_bytes(p_.v_stride, first_row) + 2 * token * p_.v_stride.token + byte;
+    // One chunk back: outputs are written while the next chunk is worked on.
+    out_rows_left_ = length - token + kChunk;
+    next_out_ = static_cast<unsigned char*>(p_.out) +
+                slice.token_bytes(p_.out_stride, first_row) +
+                2 * (token - kChunk) * p_.out_stride.token + byte;
+    copy_async_wait<0>();  // of the sequence before: zeros fetched past its end
+    __syncwarp();          // all lanes have read its values
+    first_value_ = 0;
+#pragma unroll
+    for (int i = 0; i < kValues - 1; ++i) fetch_value(i);
+  }
+
+  __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  // Works on until `end` chunks of the sequence are done.
+  __device__ __forceinline__ void run(State& s, int end) {
+#pragma unroll 1
+    for (; done_ < end; ++done_) {
+      copy_async_wait<kValues - 2>();
+      __syncwarp();  // every lane's copies of V have landed
+      float x[kTiles][2][4], o[kTiles][2][4] = {};
+      read_value(x);
+      const auto acquire = [&] {
+        if (!landed_) ring_.wait(position_.stage, position_.parity);
+        release_last_stage();
+        return ring_.record(position_.stage);
+      };
+      // What the step does not need passes while it waits.
+      const auto overlap = [&] {
+        if constexpr (kOutputs) write_output();
+        fetch_value(first_value_ == 0 ? kValues - 1 : first_value_ - 1);
+      };
+      step_.advance(s, x, o, acquire, overlap);
+      __syncwarp();  // all lanes have read the last output, and V
+      last_stage_ = position_.stage;
+      has_stage_ = true;
+      position_.advance();
+      landed_ = ring_.landed(position_.stage, position_.parity);
+      if (++first_value_ == kValues) first_value_ = 0;
+      if constexpr (kOutputs) stage_output(o);
+    }
+  }
+
+  // Writes the last chunk's output.
+  __device__ __forceinline__ void finish() {
+    if constexpr (kOutputs) write_output();
+  }
+
+ private:
+  static constexpr int kRowBytes = Memory::kRowBytes;
+  static constexpr int kValues = Memory::kValues;
+  static constexpr int kUnits = Memory::kRowsOfV / 8;  // 16-byte pieces of a token row
+  static constexpr int kTokensAtOnce = 32 / kUnits;    // rows that a warp moves at once
+  static constexpr int kRounds = kChunk / kTokensAtOnce;
+  static_assert(kRounds * kTokensAtOnce == kChunk, "lanes share a chunk's rows evenly");
+
+  // Starts the copy of this warp's columns of V in one chunk; zeros past the end.
+  __device__ __forceinline__ void fetch_value(int slot) {
+    unsigned char* const to = memory_.value[slot] + piece_;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      copy_async_16(to + i * kTokensAtOnce * kRowBytes, next_value_, value_rows_left_ > 0);
+      next_value_ += 2 * kTokensAtOnce * p_.v_stride.token;
+      value_rows_left_ -= kTokensAtOnce;
+    }
+    copy_async_commit();
+  }
+
+  // V^T of a chunk.
+  __device__ __forceinline__ void read_value(float (&x)[kTiles][2][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const Fragment4 v =
+          load_matrices_transposed(memory_.value[first_value_] + matrix_ + 32 * tile);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[tile][i >> 1][2 * (i & 1)] = bf16_low(v.x[i]);
+        x[tile][i >> 1][2 * (i & 1) + 1] = bf16_high(v.x[i]);
+      }
+    }
+  }
+
+  // Lets the stage of the chunk before be refilled. Not at that chunk's end: the arrival could then
+  // overtake loads of which only the addresses have left the warp, and the refill overwrite what
+  // they are still to read. By now the products that use them have been issued, so they have
+  // returned.
+  __device__ __forceinline__ void release_last_stage() {
+    __syncwarp();
+    if (lane_ == 0 && has_stage_) ring_.release(last_stage_);
+  }
+
+  // O^T, scaled, as token rows in this warp's shared memory.
+  __device__ __forceinline__ void stage_output(const float (&o)[kTiles][2][4]) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      Fragment4 packed;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &o[tile][i >> 1][2 * (i & 1)];
+        packed.x[i] = pack_bf16(pair[0] * p_.scale, pair[1] * p_.scale);
+      }
+      store_matrices_transposed(memory_.output + matrix_ + 32 * tile, packed);
+    }
+    __syncwarp();
+  }
+
+  // Writes the output of the chunk before. Rows past the end are somebody else's.
+  __device__ __forceinline__ void write_output() {
+    uint4 pieces[kRounds];
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      pieces[i] = *reinterpret_cast<const uint4*>(memory_.output + piece_ +
+                                                  i * kTokensAtOnce * kRowBytes);
+    }
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (done_ > 0 && out_rows_left_ > 0) *reinterpret_cast<uint4*>(next_out_) = pieces[i];
+      next_out_ += 2 * kTokensAtOnce * p_.out_stride.token;
+      out_rows_left_ -= kTokensAtOnce;
+    }
+  }
+
+  const ForwardParams& p_;
+  const Ring ring_;
+  Memory& memory_;
+  const int lane_;
+  RingPosition<Ring::kStages> position_;
+  bool landed_ = false;     // whether the next chunk's record is known to be there
+  bool has_stage_ = false;  // whether last_stage_ is still to be released
+  int last_stage_ = 0;
+  int chunks_ = 0, done_ = 0;
+  int first_value_ = 0;                   // the slot of the next chunk's V
+  int value_rows_left_, out_rows_left_;  // from this lane's next row to the end
+  const unsigned char* next_value_;
+  unsigned char* next_out_;
+  // Byte offsets of this lane: its piece of a row of V or the output, and its row of an ldmatrix.
+  int piece_, matrix_;
+  const Step step_;
+};
+
+}  // namespace flash_kda

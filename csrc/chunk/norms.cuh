@@ -1,0 +1,69 @@
+// L2 norms of the 16 rows of an image, by one warp.
+#pragma once
+
+#include "common/tile.cuh"
+
+namespace flash_kda {
+
+constexpr unsigned kWarpMask = 0xffffffffu;
+
+// The inverse norms of an image's rows, as the warp holds them: lane 4r + r/2 has those of rows r
+// and r + 8, where the diagonals of two accumulators are.
+struct InverseNorms {
+  float upper, lower;
+
+  // Of row `row`, a constant, for all lanes.
+  __device__ __forceinline__ float of_row(int row) const {
+    const int r = row & 7;
+    return __shfl_sync(kWarpMask, row < 8 ? upper : lower, 4 * r + (r >> 1));
+  }
+};
+
+// Adds the squares of 16 channels to the sums: the diagonals of X X^T, whose A operand holds its B
+// operands too. Products of bf16 are exact in fp32.
+__device__ __forceinline__ void add_squares(float (&upper)[4], float (&lower)[4],
+                                            const Fragment4& rows) {
+  mma(upper, rows, rows.x[0], rows.x[2]);
+  mma(lower, rows, rows.x[1], rows.x[3]);
+}
+
+// Sum of x^2 over a row, scaled before squaring; all lanes return it.
+__device__ __forceinline__ float scaled_sum_of_squares(const unsigned char* image, int row,
+                                                       float factor, int lane) {
+  const uint2 x = *reinterpret_cast<const uint2*>(image + image_offset(row, 8 * lane));
+  const float a = bf16_low(x.x) * factor, b = bf16_high(x.x) * factor;
+  const float c = bf16_low(x.y) * factor, d = bf16_high(x.y) * factor;
+  float sum = a * a + b * b + c * c + d * d;
+#pragma unroll
+  for (int width = 16; width >= 1; width /= 2) sum += __shfl_xor_sync(kWarpMask, sum, width);
+  return sum;
+}
+
+// 1 / sqrt(sum x^2 + 1e-6) of all rows.
+__device__ __forceinline__ InverseNorms inverse_norms(const unsigned char* image, int lane) {
+  float upper[4] = {}, lower[4] = {};
+  const int row = lane & 15, byte = (lane >> 4) * 16;
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    add_squares(upper, lower, load_matrices(image + image_offset(row, step * 32 + byte)));
+  }
+  const bool odd = lane & 4;  // the diagonal of row r = lane / 4 is at column r
+  const float upper_sum = odd ? upper[1] : upper[0], lower_sum = odd ? lower[3] : lower[2];
+  InverseNorms inverse = {rsqrt_approx(upper_sum + 1e-6f), rsqrt_approx(lower_sum + 1e-6f)};
+  // Rows with a norm above 1.8e19 overflow fp32 when squared: again, with an exact power of two.
+  // Elsewhere than on the diagonals nothing is meant, but nothing is larger either.
+  const bool overflowed = !(upper_sum <= 3.4e38f && lower_sum <= 3.4e38f);
+  if (__any_sync(kWarpMask, overflowed)) {
+    constexpr float kShrink = 0x1p-70f;
+#pragma unroll 1
+    for (int r = 0; r < kChunk; ++r) {
+      const float sum = scaled_sum_of_squares(image, r, 1.0f, lane);
+      if (sum <= 3.4e38f) continue;  // NaN rows too are summed again, and stay NaN
+      const float value = rsqrt_approx(scaled_sum_of_squares(image, r, kShrink, lane)) * kShrink;
+      if (lane >> 2 == (r & 7)) (r < 8 ? inverse.upper : inverse.lower) = value;
+    }
+  }
+  return inverse;
+}
+
+}  // namespace flash_kda

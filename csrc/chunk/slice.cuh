@@ -1,0 +1,131 @@
+// What a chain works on: a sequence or a part of one, a head, and where its states lie.
+#pragma once
+
+#include "common/sequences.cuh"
+
+namespace flash_kda {
+
+// Where a state of one head lies, from some V row on.
+struct StateAddress {
+  void* base;
+  int dtype;        // kAbsent: nowhere
+  bool vectorised;  // whether pairs of elements are naturally aligned
+};
+
+struct ChainSlice {
+  SequenceRange range;  // with several segments: the tokens of this one
+  int head;
+  int segment;
+
+  ChainSlice() = default;
+  __device__ __forceinline__ ChainSlice(const SequenceRange& sequence, int head)
+      : range(sequence), head(head), segment(0) {}
+
+  // The segment-th of the parts that the plan cuts every sequence into. They are whole chunks; those
+  // past the end of a short sequence are empty.
+  __device__ __forceinline__ ChainSlice(const ForwardParams& p, const SequenceRange& sequence,
+                                        int head, int segment)
+      : range(sequence), head(head), segment(segment) {
+    const int step = (chunks_of(range.tokens.length) + p.segments - 1) / p.segments * kChunk;
+    const int skipped = min(segment * step, range.tokens.length);
+    range.tokens.begin += skipped;
+    range.tokens.length = min(step, range.tokens.length - skipped);
+  }
+
+  // Bytes from a tensor's base to channel `row` of the first token.
+  __device__ __forceinline__ long long token_bytes(const TokenStrides& stride, int row) const {
+    const TokenRange& tokens = range.tokens;
+    return 2 *
+           (tokens.batch * stride.batch + tokens.begin * stride.token + head * stride.head + row);
+  }
+
+  __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
+    if (segment > 0) return carried(p, segment - 1, kCarriedState, row);
+    return state(p, const_cast<void*>(p.initial_state), p.initial_stride, p.initial_dtype,
+                 p.initial_vectorised, slot(p, p.initial_slots), row);
+  }
+
+  __device__ __forceinline__ StateAddress final(const ForwardParams& p, int row) const {
+    if (segment + 1 < p.segments) return {nullptr, kAbsent, false};
+    return state(p, p.final_state, p.final_stride, p.final_dtype, p.final_vectorised,
+                 slot(p, p.final_slots), row);
+  }
+
+  __device__ __forceinline__ StateAddress checkpoint(const ForwardParams& p, int index,
+                                                     int row) const {
+    return state(p, p.checkpoint_states, p.checkpoint_stride, p.checkpoint_dtype,
+                 p.checkpoint_vectorised, index, row);
+  }
+
+  // What a segment other than the last leaves in the workspace: its map, then the state after it.
+  __device__ __forceinline__ StateAddress carried(const ForwardParams& p, int segment, int which,
+                                                  int row) const {
+    const long long chain = static_cast<long long>(range.sequence) * p.heads + head;
+    const long long index = (chain * (p.segments - 1) + segment) * kCarried + which;
+    return {p.carried + (index * kHeadDim + row) * kHeadDim, kFloat32, true};
+  }
+
+ private:
+  __device__ __forceinline__ StateAddress state(const ForwardParams& p, void* base,
+                                                const StateStrides& stride, int dtype,
+                                                bool vectorised, long long slot, int row) const {
+    if (slot < 0) return {nullptr, kAbsent, false};
+    const long long index = slot * stride.slot + head * stride.head + row * kHeadDim;
+    return {static_cast<unsigned char*>(base) + (dtype == kFloat32 ? 4 : 2) * index, dtype,
+            vectorised};
+  }
+
+  // Where the sequence's state lies in a tensor of `slots` states; negative: nowhere.
+  __device__ __forceinline__ long long slot(const ForwardParams& p, long long slots) const {
+    if (p.state_indices == nullptr) return range.sequence;
+    const long long slot = load_integer(p.state_indices, range.sequence * p.state_indices_stride,
+                                        p.state_indices_dtype);
+    return slot < slots ? slot : -1;
+  }
+};
+
+// The checkpoints of one sequence, in order. Offsets at which none of its chunks ends are passed
+// over.
+class Checkpoints {
+ public:
+  __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
+      : p_(p),
+        begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
+        length_(tokens.length) {
+    next_ = count_at_most([&](int c) { return offset(c); }, p.checkpoints, begin_, lane);
+    find();
+  }
+
+  // The checkpoint to come, and how many chunks lie before it; none: more chunks than there are.
+  __device__ __forceinline__ int next() const { return next_; }
+  __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  __device__ __forceinline__ void advance() {
+    ++next_;
+    find();
+  }
+
+ private:
+  __device__ __forceinline__ long long offset(int c) const {
+    return load_integer(p_.checkpoint_offsets, c * p_.checkpoint_offsets_stride,
+                        p_.checkpoint_offsets_dtype);
+  }
+  __device__ __forceinline__ void find() {
+    chunks_ = 0x7fffffff;
+    for (; next_ < p_.checkpoints; ++next_) {
+      const long long tokens = offset(next_) - begin_;
+      if (tokens > length_) return;
+      if (tokens % kChunk == 0 || tokens == length_) {
+        chunks_ = chunks_of(static_cast<int>(tokens));
+        return;
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  const long long begin_;
+  const int length_;
+  int next_, chunks_;
+};
+
+}  // namespace flash_kda

@@ -1,0 +1,35 @@
+// Entry points of the Hopper family. host/plan.cpp knows their launch shapes.
+#pragma once
+
+#include "sm90/segments.cuh"
+
+namespace flash_kda::sm90 {
+
+extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+
+template <const FusedShape& kShape>
+__device__ __forceinline__ FusedSmem<kShape>& fused_smem() {
+  static_assert(sizeof(FusedSmem<kShape>) == kShape.smem_bytes(), "launch_shapes.h");
+  return *reinterpret_cast<FusedSmem<kShape>*>(dynamic_smem);
+}
+
+}  // namespace flash_kda::sm90
+
+extern "C" __global__ void __launch_bounds__(flash_kda::kFused.threads(), 1)
+    __cluster_dims__(flash_kda::kFused.cluster, 1, 1)
+        flash_kda_fused(const __grid_constant__ flash_kda::ForwardParams p) {
+  using namespace flash_kda;
+  sm90::fused<kFused>(p, sm90::fused_smem<kFused>());
+}
+
+extern "C" __global__ void __launch_bounds__(flash_kda::kAffine.threads(), 1)
+    __cluster_dims__(flash_kda::kAffine.cluster, 1, 1)
+        flash_kda_affine(const __grid_constant__ flash_kda::ForwardParams p) {
+  using namespace flash_kda;
+  sm90::affine<kAffine>(p, sm90::fused_smem<kAffine>());
+}
+
+extern "C" __global__ void __launch_bounds__(flash_kda::kHeadDim)
+    flash_kda_combine(const __grid_constant__ flash_kda::ForwardParams p) {
+  flash_kda::sm90::combine(p);
+}

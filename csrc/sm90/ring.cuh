@@ -1,0 +1,86 @@
+// The ring of records in each CTA of a cluster. All CTAs go through the same chunks; chunk i of the
+// cluster's work stands in stage i % kStages of every one, and is made by CTA i % cluster. The
+// number of stages is a multiple of the cluster's, so a stage belongs to one CTA for good.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "chunk/chain.cuh"
+#include "launch_shapes.h"
+
+namespace flash_kda::sm90 {
+
+using Barrier = cutlass::arch::ClusterBarrier;
+
+// Where the warps of a group bring their sums of squares together: of 16 rows of k, then of q.
+struct GroupMemory {
+  // Chunks alternate between two, so that the next one's sums do not overtake; each has a second
+  // set for rows that have to be summed again.
+  float squares[2][2][kGroupWarps][2 * kChunk];
+};
+
+template <const FusedShape& kShape>
+struct FusedSmem {
+  static_assert(kShape.stages % kShape.cluster == 0, "a stage has one owner");
+  // A barrier's parity tells a phase from the one before, not from the one before that. So whoever
+  // waits for the images of a chunk must know that those of the stage's chunk before are complete:
+  // the same group made them, and has made another of this solver's chunks since.
+  static constexpr int kOwnStages = kShape.stages / kShape.cluster;
+  static_assert(kOwnStages % kShape.groups == 0 && kShape.solvers % kShape.groups == 0 &&
+                    kOwnStages >= kShape.solvers,
+                "parities are unambiguous");
+  struct alignas(1024) Stage {  // wgmma's swizzle counts from multiples of 1024
+    unsigned char record[ChunkRecord::kBytes];
+  };
+  struct alignas(128) Growing {
+    unsigned char image[2 * ChunkRecord::kHalfImageBytes];
+  };
+  Stage stage[kShape.stages];
+  Growing growing[kShape.solvers];  // K^, which only the products need: of each solver's chunk
+  ChainWarpMemory<1> warp[kShape.warps];
+  GroupMemory group[kShape.groups];
+  // images: the four images of a chunk are complete; an arrival of each warp of a group.
+  // full: the record is; one arrival, of the warp that solved it, or of the CTA that sent it.
+  // empty: every computing warp of the cluster has read it; arrivals go to the stage's owner.
+  Barrier::ValueType images[kShape.stages];
+  Barrier::ValueType full[kShape.stages];
+  Barrier::ValueType empty[kShape.stages];
+
+  // By one thread, before any other uses the ring.
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < kShape.stages; ++i) {
+      Barrier::init(&images[i], kGroupWarps);
+      Barrier::init(&full[i], 1);
+      Barrier::init(&empty[i], kShape.cluster * kShape.warps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+// What Chain asks of a ring.
+template <const FusedShape& kShape>
+struct RecordRing {
+  static constexpr int kStages = kShape.stages;
+  FusedSmem<kShape>& smem;
+
+  __device__ __forceinline__ const unsigned char* record(int stage) const {
+    return smem.stage[stage].record;
+  }
+  __device__ __forceinline__ void wait(int stage, unsigned parity) const {
+    Barrier::wait(&smem.full[stage], parity);
+  }
+  __device__ __forceinline__ bool landed(int stage, unsigned parity) const {
+    return Barrier::test_wait(&smem.full[stage], parity, 1);
+  }
+  __device__ __forceinline__ void release(int stage) const {
+    // No wider than the reads that came before it: these have returned. A release for the whole
+    // cluster would also wait for the output's stores, a microsecond each chunk.
+    if constexpr (kShape.cluster == 1) {
+      Barrier::arrive(&smem.empty[stage]);
+    } else {
+      Barrier::arrive(&smem.empty[stage], stage % kShape.cluster, 1);
+    }
+  }
+};
+
+}  // namespace flash_kda::sm90
