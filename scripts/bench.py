@@ -5,6 +5,9 @@
     python scripts/bench.py --json out.json             the measurements to a file as well
     python scripts/bench.py --report docs/data/bench_h200.json    only the report, no GPU needed
 
+FLA is tuned for all cases by parallel processes before anything is timed (bench_tune.py); what they
+find stays in build/fla-tuning-<gpu>.
+
 A complete run on a GPU rewrites docs/data/bench_<gpu>.json, BENCHMARK_<GPU>.md, the chart and the
 table in README.md (unless --no-report). A case that fails is reported and the others still run; the
 exit status is then 1.
@@ -17,6 +20,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ sys.path.append(str(ROOT))
 import bench_cases  # noqa: E402
 import bench_facts  # noqa: E402
 import bench_report  # noqa: E402
+import bench_tune  # noqa: E402
 from bench_fla import FLA  # noqa: E402
 from bench_timing import Clock  # noqa: E402
 
@@ -56,6 +61,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
     parser.add_argument(
+        "--fla-workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes that tune FLA (default: one per CPU); 0 tunes it here, at its first calls",
+    )
+    parser.add_argument(
         "--device",
         type=device_argument,
         help="cpu, cuda or cuda:<index> (default: cuda when present)",
@@ -77,8 +88,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("iters", "repeats"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    if arguments.warmup < 0:
-        parser.error("--warmup must not be negative")
+    for name in ("warmup", "fla_workers"):
+        if getattr(arguments, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
     return arguments
 
 
@@ -96,15 +108,23 @@ def measure_fla(fla: FLA, inputs: dict[str, Any], clock: Clock, repeats: int) ->
     """FLA's times on these inputs; a failure is recorded in the row, not raised."""
     try:
         call = fla.bind(inputs)
-        # The first calls compile and autotune; Clock's own warm-up comes on top of them.
-        for _ in range(2):
-            out = call()
+        # The first calls compile and autotune, or load what the workers left on disk, which the
+        # time of the first one tells apart. Clock's own warm-up comes on top of them.
+        begin = time.perf_counter()
+        call()
+        clock.synchronize()
+        first = time.perf_counter() - begin
+        out = call()
         clock.synchronize()
         difference = relative_difference(inputs["out"], out)
         times = [clock.device_ms(call) for _ in range(repeats)]
     except Exception as error:
         return {"fla_ms": None, "fla_error": f"{type(error).__name__}: {error}"}
-    return {"fla_ms": statistics.median(times), "fla_difference": difference}
+    return {
+        "fla_ms": statistics.median(times),
+        "fla_difference": difference,
+        "fla_first_call_s": round(first, 3),
+    }
 
 
 def measure_case(
@@ -211,6 +231,15 @@ def measure_row(
     return row
 
 
+def open_fla(arguments: argparse.Namespace, device: torch.device, gpu: str) -> FLA | None:
+    """FLA as this run measures it, or None when it does not."""
+    if arguments.no_fla or device.type != "cuda":
+        return None
+    if arguments.fla_workers:
+        bench_tune.keep_results(ROOT / "build" / f"fla-tuning-{gpu.lower()}")
+    return FLA()
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every selected case; returns the JSON document."""
     cases = bench_cases.select_cases(arguments.cases)
@@ -221,9 +250,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         launcher.path_id(forced)  # refuses an unknown name once, instead of in every row
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    fla = FLA() if not arguments.no_fla and device.type == "cuda" else None
+    facts = bench_facts.collect(ROOT, device)
+    fla = open_fla(arguments, device, facts["gpu_short"])
+    tune = fla is not None and fla.available and arguments.fla_workers > 0
     clock = Clock(device, arguments.warmup, arguments.iters)
-    result = bench_facts.collect(ROOT, device) | {
+    result = facts | {
         "fla": fla.version if fla is not None and fla.available else None,
         "fla_error": fla.error if fla is not None else "not measured",
         "settings": {
@@ -232,20 +263,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "repeats": arguments.repeats,
             "l2_flush_bytes": clock.flush_bytes,
             "forced_path": forced,
-        },
+        }
+        | ({"fla": bench_tune.SETTING} if tune else {}),
         "small_call_host_us": None,
         "rows": [],
     }
     for note in result["notes"]:
         print(f"note: {note}", file=sys.stderr)
     kept = kept_rows(arguments.json, result) if arguments.resume else {}
+    states_list = ("fp32", "bf16") if arguments.states == "both" else (arguments.states,)
+    if tune:
+        # The rows of a case share the measurement of FLA that comes with the first of them.
+        missing = [case for case in cases if (case.name, states_list[0]) not in kept]
+        result["notes"] += bench_tune.tune(missing, device, arguments.fla_workers)
+    begin = time.monotonic()
     clock.spin()
     try:
         result["small_call_host_us"] = small_call_host_us(clock)
     except Exception as error:
         result["small_call_error"] = f"{type(error).__name__}: {error}"
         print(f"small call FAILED: {result['small_call_error']}", flush=True)
-    states_list = ("fp32", "bf16") if arguments.states == "both" else (arguments.states,)
     for case in cases:
         fla_part: dict[str, Any] | None = None
         for states in states_list:
@@ -254,7 +291,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             if row.keys() & {"fla_difference", "fla_error"}:
                 fla_part = {key: row[key] for key in row if key.startswith("fla_")}
-            print(row_line(row), flush=True)
+            print(f"{time.monotonic() - begin:6.1f} s  {row_line(row)}", flush=True)
             result["rows"].append(row)
             if arguments.json is not None:
                 write_json(arguments.json, result)

@@ -49,7 +49,8 @@ class Call:
     kind: str = "ordinary"
     lower_bound: float = -5.0
     scale: float = 0.0883883
-    v_factor: float = 1.0
+    values: float = 1.0
+    """A factor on v and the initial state."""
     one_buffer: bool = False
     """q, k, v, g and out lie side by side in one buffer, whatever the layouts."""
     q: str = "contiguous"
@@ -160,7 +161,7 @@ def draw(rng: random.Random, largest: int, paths: Sequence[str | None]) -> Call:
         kind=maybe(0.5, rng.choice(VALUE_KINDS), "ordinary"),
         lower_bound=maybe(0.5, rng.choice((-4.0, -1.0, -0.1, -0.01, 0.0)), -5.0),
         scale=maybe(0.3, rng.choice((1.0, -2.5, 1e-15, 1e4)), Call.scale),
-        v_factor=maybe(0.2, rng.choice((1e-15, 1e4, 1e20)), 1.0),
+        values=maybe(0.2, rng.choice((1e-15, 1e4, 1e20)), 1.0),
         one_buffer=rng.random() < 0.1,
         beta=rng.choice(list(BETAS)),
         beta_type=rng.choice(_STATES),

@@ -19,7 +19,6 @@ from flash_kda.errors import BrokenInstallError
 from flash_kda.ops import PATH_VARIABLE
 
 _SPOILED = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "huge": 3e38}
-_REPEATED_BOUND = max(kind.bound for kind in cases.KINDS.values())
 _FEW_ROWS = 512
 
 
@@ -37,7 +36,7 @@ class Subject:
         self.spans = [(b * call.tokens + i, b * call.tokens + j) for b, i, j in case.spans]
         self.slots = _draw_slots(call, rng)
         self.offsets = _draw_offsets(call, rng, self.spans)
-        self.spoiled = None if call.spoiled is None else call.seed % call.sequences
+        self.spoiled = _spoiled_sequence(call)
         if self.slots is not None and case.initial_state is not None:
             for n, slot in enumerate(self.slots):
                 if slot < 0:
@@ -222,14 +221,18 @@ def _check_untouched(
 
 def _check_values(subject: Subject) -> None:
     call, case = subject.call, subject.case
-    bound = _REPEATED_BOUND if "repeated" in call.kind else cases.KINDS[call.kind].bound
+    # Other gates than the kind's own make repeated keys as hard as they get.
+    kind = cases.KINDS["repeated_keys_weak_decay" if "repeated" in call.kind else call.kind]
+    bound = kind.bound
+    if _few_rows(call):
+        bound *= 1.5  # a few roundings decide the error of a few rows
     true_out, true_state = cases.reference(case)
     out, finals = subject.arguments["out"], subject.final_states()
     judged = [span for n, span in enumerate(case.spans) if n != subject.spoiled]
     pairs = [(out[b, i:j], true_out[b, i:j]) for b, i, j in judged]
     cases.assert_close("out", pairs, bound)
     states = [(x, true_state[n]) for n, x in finals if n != subject.spoiled]
-    cases.assert_close("final_state", states, bound)
+    cases.assert_close("final_state", states, kind.state_bound)
     for n, x in finals:
         begin, end = subject.spans[n]
         if begin == end and n != subject.spoiled:
@@ -239,7 +242,7 @@ def _check_values(subject: Subject) -> None:
             if not cases.same_bits(x, start):
                 raise Problem(f"the final state of sequence {n}, which is empty, is another")
     if subject.offsets:
-        _check_checkpoints(subject, bound)
+        _check_checkpoints(subject, kind.state_bound)
 
 
 def _check_checkpoints(subject: Subject, bound: float) -> None:
@@ -280,7 +283,7 @@ def _plain_case(call: Call, rng: Random) -> Case:
         heads=call.heads,
         initial_state=None if call.initial is None else _type(call.initial),
     )
-    if call.all_tokens * call.heads < _FEW_ROWS:
+    if _few_rows(call):
         # Where a query happens to be at right angles to everything, its output is nothing but
         # rounding. Among few rows that would decide the error, so here they lean on their keys.
         case.q = (case.k.float() + 0.5 * case.q.float()).to(case.q.dtype)
@@ -290,12 +293,28 @@ def _plain_case(call: Call, rng: Random) -> Case:
     if not call.beta_is_logits:
         beta = beta.double().sigmoid().to(beta.dtype).double().logit()
     case.beta = beta
-    case.v = (case.v.double() * call.v_factor).to(case.v.dtype)
+    # Results are linear in v and the initial state together. With one of them much larger, what
+    # the other adds may be all that is left where the larger cancels, and drown in its rounding.
+    case.v = (case.v.double() * call.values).to(case.v.dtype)
+    if case.initial_state is not None:
+        x = case.initial_state
+        case.initial_state = (x.double() * call.values).to(x.dtype)
     if call.A_log_value is not None:
         case.A_log = torch.full_like(case.A_log, call.A_log_value)
     case.A_log = None if call.A_log is None else case.A_log.to(_type(call.A_log))
     case.dt_bias = None if call.dt_bias is None else case.dt_bias.to(_type(call.dt_bias))
     return case.but(lower_bound=call.lower_bound, scale=call.scale)
+
+
+def _spoiled_sequence(call: Call) -> int | None:
+    return None if call.spoiled is None else call.seed % call.sequences
+
+
+def _few_rows(call: Call) -> bool:
+    """Whether few rows of ``out`` are compared."""
+    lengths = (call.tokens,) * call.batch if call.lengths is None else call.lengths
+    judged = sum(x for n, x in enumerate(lengths) if n != _spoiled_sequence(call))
+    return judged * call.heads < _FEW_ROWS
 
 
 def _draw_slots(call: Call, rng: Random) -> list[int] | None:

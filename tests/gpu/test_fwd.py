@@ -21,8 +21,8 @@ STATES = [None, torch.float32, torch.bfloat16]
 MANY_HEADS = 32
 
 
-def check(case: cases.Case, bound: float = cases.ORDINARY_BOUND) -> None:
-    assert_accurate(case, *forward(case), bound)
+def check(case: cases.Case, **bounds: float) -> None:
+    assert_accurate(case, *forward(case), **bounds)
 
 
 @pytest.mark.parametrize("initial", [None, torch.float32])
@@ -84,10 +84,10 @@ def test_nothing_to_do_keeps_states(rng: cases.Random, shape: tuple[int, int, in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_input(rng: cases.Random, kind: str) -> None:
-    bound = KINDS[kind].bound
-    check(make_case(rng, kind, tokens=520), bound)
-    check(make_case(rng, kind, batch=2, tokens=90, initial_state=None), bound)
-    check(make_case(rng, kind, lengths=(70, 0, 1, 33, 200)), bound)
+    bounds = KINDS[kind].bounds
+    check(make_case(rng, kind, tokens=520), **bounds)
+    check(make_case(rng, kind, batch=2, tokens=90, initial_state=None), **bounds)
+    check(make_case(rng, kind, lengths=(70, 0, 1, 33, 200)), **bounds)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -211,7 +211,7 @@ def test_any_packing(
         initial_state=states[0],
     )
     out, state = forward(case, final_state=states[1])
-    assert_accurate(case, out, state, KINDS[kind].bound)
+    assert_accurate(case, out, state, **KINDS[kind].bounds)
 
 
 @pytest.mark.cuda

@@ -39,9 +39,9 @@ def test_lengths(rng: cases.Random, initial: torch.dtype | None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_input(rng: cases.Random, kind: str) -> None:
     case = make_case(rng, kind, lengths=(300, 0, 130, 1, 77), heads=3)
-    assert_accurate(case, *forward(case), KINDS[kind].bound)
+    assert_accurate(case, *forward(case), **KINDS[kind].bounds)
     case = make_case(rng, kind, batch=2, tokens=150, initial_state=None)
-    assert_accurate(case, *forward(case), KINDS[kind].bound)
+    assert_accurate(case, *forward(case), **KINDS[kind].bounds)
 
 
 @pytest.mark.parametrize("heads", [1, 7, 64, 200])

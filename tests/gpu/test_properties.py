@@ -199,7 +199,7 @@ def test_one_token_repeated(rng: cases.Random, kind: str) -> None:
     """The hardest systems of every chunk, one after the other, do not add their errors up."""
     tokens = 16384 if rng.device.type == "cuda" else 700
     case = make_case(rng, kind, tokens=tokens)
-    assert_accurate(case, *forward(case), KINDS[kind].bound)
+    assert_accurate(case, *forward(case), **KINDS[kind].bounds)
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, -0.01, 0.0])
