@@ -3,7 +3,6 @@
 #include "portable/entry.cuh"
 
 // Only compute capability 9.0 has the family that was written for it.
-#if defined(__CUDA_ARCH_SPECIFIC__) && __CUDA_ARCH__ == 900 || \
-    defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_SPECIFIC__) && __CUDA_ARCH__ == 900 || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "sm90/entry.cuh"
 #endif

@@ -40,9 +40,10 @@ constexpr RecurrenceShape kRecurrenceV32{2, 1, 5, 1};
 constexpr int kGroupWarps = 4;
 
 // A fused kernel: a cluster works on all rows of the state of one sequence and head, each of its
-// `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile `groups` of kGroupWarps warps and `solvers` in each CTA make the records of the chunks to come,
-// for all CTAs of the cluster, in a ring of `stages`. `rows` counts the rows of all slices: those
-// of V, or with a map those of V and of K.
+// `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile `groups` of
+// kGroupWarps warps and `solvers` in each CTA make the records of the chunks to come, for all CTAs
+// of the cluster, in a ring of `stages`. `rows` counts the rows of all slices: those of V, or with
+// a map those of V and of K.
 struct FusedShape {
   int cluster, warps, solvers, groups, stages, rows;
   int chain_registers;  // a thread of the computing warps; 0: all have the same

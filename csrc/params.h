@@ -42,8 +42,8 @@ struct ChunkRecord {
   static constexpr int kKeyDecayed = 0;                                  // -K~ = -k 2^c     bf16
   static constexpr int kQueryDecayed = kKeyDecayed + kHalfImageBytes;    // Q~ = q 2^c         "
   static constexpr int kKeyRemaining = kQueryDecayed + kHalfImageBytes;  // K- = k 2^(c_C - c) "
-  static constexpr int kDecay = 2 * kHalfBytes;           // 2^(c_C)  fp32 128, decay_position()
-  static constexpr int kInverse = kDecay + kHeadDim * 4;  // (I + L)^-1 diag(b)    bf16 16 x 16
+  static constexpr int kDecay = 2 * kHalfBytes;            // 2^(c_C)  fp32 128, decay_position()
+  static constexpr int kInverse = kDecay + kHeadDim * 4;   // (I + L)^-1 diag(b)    bf16 16 x 16
   static constexpr int kScores = kInverse + kSquareBytes;  // lower(Q~ K^^T)            "
   static constexpr int kBytes = kScores + kSquareBytes;
 };

@@ -55,8 +55,7 @@ class Chain {
                   slice.token_bytes(p_.v_stride, first_row) + 2 * token * p_.v_stride.token + byte;
     // One chunk back: outputs are written while the next chunk is worked on.
     out_rows_left_ = length - token + kChunk;
-    next_out_ = static_cast<unsigned char*>(p_.out) +
-                slice.token_bytes(p_.out_stride, first_row) +
+    next_out_ = static_cast<unsigned char*>(p_.out) + slice.token_bytes(p_.out_stride, first_row) +
                 2 * (token - kChunk) * p_.out_stride.token + byte;
     copy_async_wait<0>();  // of the sequence before: zeros fetched past its end
     __syncwarp();          // all lanes have read its values
@@ -92,7 +91,7 @@ class Chain {
       position_.advance();
       landed_ = ring_.landed(position_.stage, position_.parity);
       if (++first_value_ == kValues) first_value_ = 0;
-      if constexpr (kOutputs) stage_output(o);
+      if constexpr (kOutputs) pack_output(o);
     }
   }
 
@@ -144,28 +143,31 @@ class Chain {
     if (lane_ == 0 && has_stage_) ring_.release(last_stage_);
   }
 
-  // O^T, scaled, as token rows in this warp's shared memory.
-  __device__ __forceinline__ void stage_output(const float (&o)[kTiles][2][4]) {
+  // O^T, scaled.
+  __device__ __forceinline__ void pack_output(const float (&o)[kTiles][2][4]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      Fragment4 packed;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = &o[tile][i >> 1][2 * (i & 1)];
-        packed.x[i] = pack_bf16(pair[0] * p_.scale, pair[1] * p_.scale);
+        output_[tile].x[i] = pack_bf16(pair[0] * p_.scale, pair[1] * p_.scale);
       }
-      store_matrices_transposed(memory_.output + matrix_ + 32 * tile, packed);
     }
-    __syncwarp();
   }
 
-  // Writes the output of the chunk before. Rows past the end are somebody else's.
+  // Writes the output of the chunk before, if there is one, by way of token rows in this warp's
+  // shared memory. Rows past the end are somebody else's.
   __device__ __forceinline__ void write_output() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      store_matrices_transposed(memory_.output + matrix_ + 32 * tile, output_[tile]);
+    }
+    __syncwarp();
     uint4 pieces[kRounds];
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      pieces[i] = *reinterpret_cast<const uint4*>(memory_.output + piece_ +
-                                                  i * kTokensAtOnce * kRowBytes);
+      pieces[i] =
+          *reinterpret_cast<const uint4*>(memory_.output + piece_ + i * kTokensAtOnce * kRowBytes);
     }
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
@@ -184,10 +186,11 @@ class Chain {
   bool has_stage_ = false;  // whether last_stage_ is still to be released
   int last_stage_ = 0;
   int chunks_ = 0, done_ = 0;
-  int first_value_ = 0;                   // the slot of the next chunk's V
+  int first_value_ = 0;                  // the slot of the next chunk's V
   int value_rows_left_, out_rows_left_;  // from this lane's next row to the end
   const unsigned char* next_value_;
   unsigned char* next_out_;
+  Fragment4 output_[kTiles];  // of the chunk before
   // Byte offsets of this lane: its piece of a row of V or the output, and its row of an ldmatrix.
   int piece_, matrix_;
   const Step step_;

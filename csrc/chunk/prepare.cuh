@@ -1,5 +1,5 @@
-// Everything of a chunk that does not depend on the state, by one warp: raw rows of k, q and g become
-// the chunk's record (params.h).
+// Everything of a chunk that does not depend on the state, by one warp: raw rows of k, q and g
+// become the chunk's record (params.h).
 //
 // Lane l owns channels 4l .. 4l+3 of all 16 tokens: the decay's running sum needs no exchange, and
 // only the norms and the two 16 x 16 products cross lanes. The raw rows of k, q and g are copied
@@ -117,9 +117,8 @@ struct RawRows {
 template <bool kQueries>
 __device__ __forceinline__ void decay_rows(float log2_lower_bound, const unsigned char* record,
                                            const LanePieces& pieces, const Gate<4>& gate,
-                                           int length,
-                                           float (&growing)[kChunk][4], float (&total)[4],
-                                           int lane) {
+                                           int length, float (&growing)[kChunk][4],
+                                           float (&total)[4], int lane) {
   using Rows = RawRows<kQueries>;
   const InverseNorms k_norms = inverse_norms(record + ChunkRecord::kKeyDecayed, lane);
   InverseNorms q_norms = {};
@@ -163,17 +162,18 @@ __device__ __forceinline__ void decay_rows(float log2_lower_bound, const unsigne
 }
 
 // The raw rows that fetch_chunk() brought -> the record, in place. The whole warp calls it, after a
-// __syncwarp() behind the copies; raw_beta is load_raw_beta()'s. Other warps may read the record after one more.
+// __syncwarp() behind the copies; raw_beta is load_raw_beta()'s. Other warps may read the record
+// after one more.
 template <bool kQueries>
 __device__ __forceinline__ void prepare_record(const ForwardParams& p, unsigned char* record,
-                                               const Gate<4>& gate, int length,
-                                               unsigned raw_beta, int lane) {
+                                               const Gate<4>& gate, int length, unsigned raw_beta,
+                                               int lane) {
   float growing[kChunk][4], total[4];
   const LanePieces pieces(record, lane);
   decay_rows<kQueries>(p.log2_lower_bound, record, pieces, gate, length, growing, total, lane);
   __syncwarp();
-  const Products products = multiply<kQueries>(
-      record, record + ChunkRecord::kKeyRemaining, ChunkRecord::kHalfBytes, lane);
+  const Products products = multiply<kQueries>(record, record + ChunkRecord::kKeyRemaining,
+                                               ChunkRecord::kHalfBytes, lane);
 
   const float b = beta_of(p, raw_beta, length, lane);
   auto& lower = lower_of(record);

@@ -24,8 +24,8 @@ __device__ __forceinline__ Products multiply(const unsigned char* record,
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const unsigned char* a = record + image_offset(a_row, step * 32 + a_byte);
     const Fragment4 key = load_matrices(a + ChunkRecord::kKeyDecayed);
-    const Fragment4 growing = load_matrices(
-        growing_image + image_offset(b_row, step * 32 + b_byte, growing_half_bytes));
+    const Fragment4 growing =
+        load_matrices(growing_image + image_offset(b_row, step * 32 + b_byte, growing_half_bytes));
     mma(products.lower[0], key, growing.x[0], growing.x[1]);
     mma(products.lower[1], key, growing.x[2], growing.x[3]);
     if constexpr (kQueries) {

@@ -21,8 +21,8 @@ struct ChainSlice {
   __device__ __forceinline__ ChainSlice(const SequenceRange& sequence, int head)
       : range(sequence), head(head), segment(0) {}
 
-  // The segment-th of the parts that the plan cuts every sequence into. They are whole chunks; those
-  // past the end of a short sequence are empty.
+  // The segment-th of the parts that the plan cuts every sequence into. They are whole chunks;
+  // those past the end of a short sequence are empty.
   __device__ __forceinline__ ChainSlice(const ForwardParams& p, const SequenceRange& sequence,
                                         int head, int segment)
       : range(sequence), head(head), segment(segment) {

@@ -38,9 +38,8 @@ class MmaStep {
 
   // One chunk: s becomes the state after it, o (zero on entry) the unscaled O^T,
   // x (V^T on entry) V^T - S^T K~^T, for which the record holds -K~. The chain is x -> u -> s; what
-  // else there is to multiply is placed where the chain has to wait.
-  // acquire() waits for the record, overlap()
-  // is done in the meantime.
+  // else there is to multiply is placed where the chain has to wait, and so is overlap(). acquire()
+  // waits for the record.
   template <class Acquire, class Overlap>
   __device__ __forceinline__ void advance(float (&s)[kTiles][kStateTiles][4],
                                           float (&v)[kTiles][2][4], float (&o)[kTiles][2][4],
@@ -61,8 +60,7 @@ class MmaStep {
       const Fragment4 key = load_token_major(record + ChunkRecord::kKeyDecayed, n);
       const float4 decay = *reinterpret_cast<const float4*>(record + decay_ + 64 * n);
       Fragment4 query;
-      if constexpr (!kHoldsState)
-        query = load_token_major(record + ChunkRecord::kQueryDecayed, n);
+      if constexpr (!kHoldsState) query = load_token_major(record + ChunkRecord::kQueryDecayed, n);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float (&left)[4] = s[tile][2 * n];
@@ -106,7 +104,6 @@ class MmaStep {
       mma(update[tile][1], operand, inverse.x[2], inverse.x[3]);
     }
     multiply_queries(kOperands / 2, kOperands);
-    overlap();
     Fragment4 u[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
@@ -114,15 +111,16 @@ class MmaStep {
 #pragma unroll
     for (int n = 0; n < kOperands; ++n) {
       // K- is stored token by token, which is the transpose of the B operand.
-      const Fragment4 key = load_matrices_transposed(record + ChunkRecord::kKeyRemaining +
-                                                     channel_major_[n % 4] +
-                                                     ChunkRecord::kHalfBytes * (n / 4));
+      const Fragment4 key =
+          load_matrices_transposed(record + ChunkRecord::kKeyRemaining + channel_major_[n % 4] +
+                                   ChunkRecord::kHalfBytes * (n / 4));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         mma(s[tile][2 * n], u[tile], key.x[0], key.x[1]);
         mma(s[tile][2 * n + 1], u[tile], key.x[2], key.x[3]);
       }
     }
+    overlap();
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       mma(o[tile][0], u[tile], scores.x[0], scores.x[1]);

@@ -16,9 +16,10 @@
 
 namespace flash_kda {
 
-// Byte offset in a 16 x 128 bf16 image, in two halves of 64 channels: rows of 128 bytes whose 16-byte
-// unit u stands at u ^ (row % 8), so that the eight rows of an ldmatrix fall into different banks.
-// It is also the 128-byte swizzle that wgmma reads, whichever of its two orders is the major one.
+// Byte offset in a 16 x 128 bf16 image, in two halves of 64 channels: rows of 128 bytes whose
+// 16-byte unit u stands at u ^ (row % 8), so that the eight rows of an ldmatrix fall into different
+// banks. It is also the 128-byte swizzle that wgmma reads, whichever of its two orders is the major
+// one.
 __device__ __forceinline__ constexpr int image_offset(int row, int byte_in_row,
                                                       int half_bytes = ChunkRecord::kHalfBytes) {
   return (byte_in_row >> 7) * half_bytes + row * 128 + ((byte_in_row & 127) ^ (row & 7) << 4);

@@ -59,8 +59,8 @@ const char* flash_kda_last_error(void);
  * `sequences` sequences of any lengths, or -1. */
 int64_t flash_kda_workspace_size(int64_t t_total, int64_t heads, int64_t sequences);
 
-/* Which path a call of this shape takes on a device of compute capability `capability` (10 * major +
- * minor) with sm_count multiprocessors, and the bytes of workspace it needs there. */
+/* Which path a call of this shape takes on a device of compute capability `capability` (10 * major
+ * + minor) with sm_count multiprocessors, and the bytes of workspace it needs there. */
 int32_t flash_kda_plan(int64_t t_total, int64_t heads, int64_t sequences, int32_t capability,
                        int32_t sm_count, int32_t forced_path, int32_t* path,
                        int64_t* workspace_bytes);

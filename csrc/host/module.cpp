@@ -79,13 +79,12 @@ Module* open_module(const void* image, int32_t device) {
     module->prepare = find_kernel(library, "flash_kda_prepare", kPrepareSmemBytes);
     for (const Path path : {kPortableV128, kPortableV64, kPortableV32}) {
       const std::string name = path_name(path);
-      module->chain[path] = find_kernel(
-          library, ("flash_kda_recurrence" + name.substr(name.find('_'))).c_str(),
-          std::max(recurrence_shape(path).smem_bytes(), module->exclusive_smem));
+      module->chain[path] =
+          find_kernel(library, ("flash_kda_recurrence" + name.substr(name.find('_'))).c_str(),
+                      std::max(recurrence_shape(path).smem_bytes(), module->exclusive_smem));
     }
     if (module->gpu.capability == kHopper) {
-      module->chain[kPathFused] =
-          find_kernel(library, "flash_kda_fused", kFused.smem_bytes());
+      module->chain[kPathFused] = find_kernel(library, "flash_kda_fused", kFused.smem_bytes());
       module->affine = find_kernel(library, "flash_kda_affine", kAffine.smem_bytes());
       module->combine = find_kernel(library, "flash_kda_combine", 0);
       module->chain[kPathSegments] = module->chain[kPathFused];

@@ -17,13 +17,14 @@ constexpr int64_t kAlignment = 256;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Shorter segments cost more in launches and in the state's way than they gain.
-constexpr int64_t kChunksOfSegment = 16;
+// Where one path overtakes another, measured on an H200 (docs/performance.md).
+constexpr int64_t kChunksOfSegment = 48;  // shorter ones cost more in launches than they gain
 constexpr int64_t kSegmentsThatPay = 4;
+constexpr int64_t kChunksThatPrepare = 24;  // from here on few heads gain by preparing beforehand
+constexpr int64_t kChunksThatRepay = 16;  // below, a cluster is kept from its next chain by states
 
-// Into how many segments sequences of so many chunks are cut, when all heads together may occupy
-// the card twice: the pass that finds the maps and the pass with the outputs both take two CTAs a
-// segment.
+// Into how many segments sequences of so many chunks are cut, so that the pass that finds the maps
+// and the pass with the outputs, two CTAs a segment each, fit the card.
 int64_t segment_count(int64_t chains, int64_t chunks, int32_t sm_count) {
   const int64_t fitting = sm_count / 2 / std::max<int64_t>(chains, 1);
   return std::max<int64_t>(1, std::min(fitting, chunks / kChunksOfSegment));
@@ -31,15 +32,28 @@ int64_t segment_count(int64_t chains, int64_t chunks, int32_t sm_count) {
 
 // Rows of V are independent, so a head can be cut into slices of V that run on several
 // multiprocessors: no extra arithmetic, but every slice reads the records again. It pays while
-// there are idle multiprocessors. So does cutting sequences, which doubles the arithmetic.
-Path choose_path(int64_t chains, int64_t chunks, const Gpu& gpu) {
-  if (gpu.capability == kHopper) {
-    if (segment_count(chains, chunks, gpu.sm_count) >= kSegmentsThatPay) return kPathSegments;
-    return kPathFused;
-  }
-  if (chains <= gpu.sm_count / 4) return kPortableV32;
-  if (chains <= gpu.sm_count / 2) return kPortableV64;
+// there are idle multiprocessors.
+Path choose_portable(int64_t chains, int32_t sm_count) {
+  if (chains <= sm_count / 4) return kPortableV32;
+  if (chains <= sm_count / 2) return kPortableV64;
   return kPortableV128;
+}
+
+// `chunks`: of a sequence, on average.
+Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu& gpu) {
+  const Path portable = choose_portable(chains, gpu.sm_count);
+  if (gpu.capability != kHopper) return portable;
+  // Cutting sequences doubles the arithmetic, and shortens the chain as many times as it cuts.
+  if (segment_count(chains, chunks, gpu.sm_count) >= kSegmentsThatPay) return kPathSegments;
+  const int64_t clusters = std::max(1, gpu.sm_count / kFused.cluster);
+  if (chains <= clusters) {
+    return portable == kPortableV32 && chunks >= kChunksThatPrepare ? portable : kPathFused;
+  }
+  // Several rounds of chains: not if the last one leaves much of the card idle.
+  const int64_t rounds = ceil_div(chains, clusters);
+  const bool fills = 10 * chains >= 9 * rounds * clusters;
+  // One-token sequences would fill the workspace with the padding of their chunks.
+  return mostly_padding || (fills && chunks >= kChunksThatRepay) ? kPathFused : portable;
 }
 
 // Jobs are dealt out to as many clusters as the card has room for at once.
@@ -63,8 +77,8 @@ void check_sizes(const Problem& problem) {
 }  // namespace
 
 const char* path_name(int32_t path) {
-  static constexpr const char* kNames[kPathCount] = {
-      "portable_v128", "portable_v64", "portable_v32", "fused", "segments"};
+  static constexpr const char* kNames[kPathCount] = {"portable_v128", "portable_v64",
+                                                     "portable_v32", "fused", "segments"};
   return path >= 0 && path < kPathCount ? kNames[path] : nullptr;
 }
 
@@ -91,8 +105,9 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   const int64_t chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
   const int64_t chunks_of_sequence = sequences == 0 ? 0 : chunks / sequences;
   Plan plan{};
-  plan.path = forced_path == FLASH_KDA_PATH_AUTO ? choose_path(chains, chunks_of_sequence, gpu)
-                                                 : static_cast<Path>(forced_path);
+  plan.path = forced_path == FLASH_KDA_PATH_AUTO
+                  ? choose_path(chains, chunks_of_sequence, 2 * t_total < kChunk * chunks, gpu)
+                  : static_cast<Path>(forced_path);
   if (!is_portable(plan.path) && gpu.capability != kHopper) {
     fail(FLASH_KDA_PATH_UNAVAILABLE,
          "path %s needs a GPU of compute capability 9.0, this one has %d.%d", path_name(plan.path),

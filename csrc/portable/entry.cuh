@@ -35,12 +35,12 @@ extern "C" __global__ void __launch_bounds__(flash_kda::kRecurrenceV128.threads(
   flash_kda::portable::recurrence_entry<flash_kda::kRecurrenceV128>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(flash_kda::kRecurrenceV64.threads(), 2)
+extern "C" __global__ void __launch_bounds__(flash_kda::kRecurrenceV64.threads(), 1)
     flash_kda_recurrence_v64(const __grid_constant__ flash_kda::ForwardParams p) {
   flash_kda::portable::recurrence_entry<flash_kda::kRecurrenceV64>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(flash_kda::kRecurrenceV32.threads(), 2)
+extern "C" __global__ void __launch_bounds__(flash_kda::kRecurrenceV32.threads(), 1)
     flash_kda_recurrence_v32(const __grid_constant__ flash_kda::ForwardParams p) {
   flash_kda::portable::recurrence_entry<flash_kda::kRecurrenceV32>(p);
 }

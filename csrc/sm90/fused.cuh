@@ -21,11 +21,11 @@ __device__ __forceinline__ void cluster_sync() {
   }
 }
 
-// Calls compute(cta, warp, lane) in the computing warps. Every chain warp must go through every chunk
-// of every job.
+// Calls compute(cta, warp, lane) in the computing warps. Every chain warp must go through every
+// chunk of every job.
 template <const FusedShape& kShape, bool kQueries, class Compute>
 __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<kShape>& smem,
-                                               Compute compute) {
+                                             Compute compute) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int cta = blockIdx.x % kShape.cluster;
   if (threadIdx.x == 0) smem.init();
@@ -44,8 +44,7 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
       SolverWarp<kShape, kQueries>(p, smem, cta, warp - kShape.warps, lane).run();
     } else {
       const int member = warp - kFirstRows;
-      RowsWarp<kShape, kQueries>(p, smem, cta, member / kGroupWarps, member % kGroupWarps,
-                                 lane)
+      RowsWarp<kShape, kQueries>(p, smem, cta, member / kGroupWarps, member % kGroupWarps, lane)
           .run();
     }
   }

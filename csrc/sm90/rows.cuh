@@ -2,8 +2,8 @@
 // channels 32w .. 32w+31 of all tokens; a lane two of them in half of the tokens, so that the
 // running sum of the decay crosses lanes once. The four meet once a chunk, for the norms.
 //
-// A lane goes through its tokens in the order 0 1 2 3 4 5 6 7 or, in the later half, 4 5 6 7 0 1 2 3:
-// rows r and r + 8 of an image lie in the same banks, rows r and r + 12 do not.
+// A lane goes through its tokens in the order 0 1 2 3 4 5 6 7 or, in the later half, 4 5 6 7 0 1 2
+// 3: rows r and r + 8 of an image lie in the same banks, rows r and r + 12 do not.
 //
 // Four warps to a chunk, and not one, because the program of one is too long: with 64 elements a
 // lane it does not fit the instruction cache beside the chain's (docs/design.md).
@@ -19,7 +19,8 @@ namespace flash_kda::sm90 {
 template <const FusedShape& kShape, bool kQueries>
 class RowsWarp {
  public:
-  __device__ __forceinline__ RowsWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta, int group, int warp, int lane)
+  __device__ __forceinline__ RowsWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
+                                      int group, int warp, int lane)
       : p_(p),
         smem_(smem),
         walk_(p, cta + kShape.cluster * group),
@@ -69,7 +70,8 @@ class RowsWarp {
   // left alone, the compiler does it for each image anew.
   class Pieces {
    public:
-    __device__ __forceinline__ Pieces(const RowsWarp& owner, const unsigned char* record, int solver) {
+    __device__ __forceinline__ Pieces(const RowsWarp& owner, const unsigned char* record,
+                                      int solver) {
       const unsigned base = cute::cast_smem_ptr_to_uint(record);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -132,17 +134,17 @@ class RowsWarp {
                                              const TokenStrides& stride,
                                              const TokenRange& tokens) const {
     const int row = lane_ >> 2, byte = 64 * warp_ + 16 * (lane_ & 3);
-    const unsigned char* from = static_cast<const unsigned char*>(base) + byte +
-                                2 * (tokens.batch * stride.batch +
-                                     (tokens.begin + row) * stride.token +
-                                     walk_.head() * stride.head);
+    const unsigned char* from =
+        static_cast<const unsigned char*>(base) + byte +
+        2 * (tokens.batch * stride.batch + (tokens.begin + row) * stride.token +
+             walk_.head() * stride.head);
     copy_async_16(image + image_offset(row, byte), from, row < tokens.length);
     copy_async_16(image + image_offset(row + 8, byte), from + 16 * stride.token,
                   row + 8 < tokens.length);
   }
 
   __device__ __forceinline__ void make_images(unsigned char* record, int index, int length) {
-    float(&squares)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][0];
+    float (&squares)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][0];
     publish_squares(record, squares);
     const Pieces pieces(*this, record, index / kShape.cluster % kShape.solvers);
     float log2_decay[kRows][2], total[2];
@@ -151,9 +153,16 @@ class RowsWarp {
     const float inverse_norm = collect_norms(record, squares);
     wait_for_solver(index);
     parity_ ^= 1;
+    unsigned next_key = pieces.load(ChunkRecord::kKeyDecayed, 0), next_query = 0;
+    if constexpr (kQueries) next_query = pieces.load(ChunkRecord::kQueryDecayed, 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const unsigned raw_key = pieces.load(ChunkRecord::kKeyDecayed, i);
+      const unsigned raw_key = next_key, raw_query = next_query;
+      // Before anything is stored: the compiler could not move these loads over a store.
+      if (i + 1 < kRows) {
+        next_key = pieces.load(ChunkRecord::kKeyDecayed, i + 1);
+        if constexpr (kQueries) next_query = pieces.load(ChunkRecord::kQueryDecayed, i + 1);
+      }
       const float k_scale = __shfl_sync(kWarpMask, inverse_norm, row_of(i));
       const float key[2] = {bf16_low(raw_key) * k_scale, bf16_high(raw_key) * k_scale};
       const float decay[2] = {exp2_approx(log2_decay[i][0]), exp2_approx(log2_decay[i][1])};
@@ -163,11 +172,10 @@ class RowsWarp {
       pieces.store(ChunkRecord::kKeyRemaining, i, growing[0] * total[0], growing[1] * total[1]);
       pieces.store(ChunkRecord::kKeyDecayed, i, key[0] * -decay[0], key[1] * -decay[1]);
       if constexpr (kQueries) {
-        const unsigned query = pieces.load(ChunkRecord::kQueryDecayed, i);
         const float q_scale = __shfl_sync(kWarpMask, inverse_norm, kChunk + row_of(i));
         // In this order: the scale alone may be near 2^-100.
-        pieces.store(ChunkRecord::kQueryDecayed, i, bf16_low(query) * q_scale * decay[0],
-                     bf16_high(query) * q_scale * decay[1]);
+        pieces.store(ChunkRecord::kQueryDecayed, i, bf16_low(raw_query) * q_scale * decay[0],
+                     bf16_high(raw_query) * q_scale * decay[1]);
       }
     }
     if (half_ == 0) {
@@ -185,7 +193,7 @@ class RowsWarp {
       // Rows past the end do not decay, whatever the gate of their zeros is.
       const float bound = row_of(i) < length ? p_.log2_lower_bound : 0.0f;
       const unsigned g = pieces.load(ChunkRecord::kKeyRemaining, i);
-      float(&part)[2] = sum[i / (kRows / 2)];
+      float (&part)[2] = sum[i / (kRows / 2)];
       part[0] = fmaf(bound, gate_.openness(0, bf16_low(g)), part[0]);
       part[1] = fmaf(bound, gate_.openness(1, bf16_high(g)), part[1]);
       sums[i][0] = part[0], sums[i][1] = part[1];
@@ -206,16 +214,15 @@ class RowsWarp {
   __device__ __forceinline__ void publish_squares(const unsigned char* record,
                                                   float (&squares)[kGroupWarps][2 * kChunk]) {
     publish(record + ChunkRecord::kKeyDecayed, squares[warp_]);
-    if constexpr (kQueries)
-      publish(record + ChunkRecord::kQueryDecayed, squares[warp_] + kChunk);
+    if constexpr (kQueries) publish(record + ChunkRecord::kQueryDecayed, squares[warp_] + kChunk);
   }
   __device__ __forceinline__ void publish(const unsigned char* image, float* squares) const {
     float upper[4] = {}, lower[4] = {};
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       add_squares(upper, lower,
-                  load_matrices(image + image_offset(lane_ & 15, 64 * warp_ + 32 * step +
-                                                                     (lane_ >> 4) * 16)));
+                  load_matrices(image + image_offset(lane_ & 15,
+                                                     64 * warp_ + 32 * step + (lane_ >> 4) * 16)));
     }
     const int row = lane_ >> 2;
     if ((lane_ & 3) == row >> 1) {  // the diagonal of row r is at column r
@@ -234,7 +241,7 @@ class RowsWarp {
     const bool overflowed = (kQueries || lane_ < kChunk) && !(sum <= 3.4e38f);
     if (__any_sync(kWarpMask, overflowed)) {
       constexpr float kShrink = 0x1p-70f;
-      float(&again)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][1];
+      float (&again)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][1];
 #pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
         publish_shrunk(record + ChunkRecord::kKeyDecayed, i, kShrink, again[warp_]);

@@ -1,5 +1,5 @@
-// Few heads and long sequences: a sequence is cut into segments that are worked on at once. Within a
-// segment the state is an affine map of the state before it, S^T -> S^T M + B, exactly: B is the
+// Few heads and long sequences: a sequence is cut into segments that are worked on at once. Within
+// a segment the state is an affine map of the state before it, S^T -> S^T M + B, exactly: B is the
 // state that the segment leaves when it starts from zero, and M what it makes of the identity
 // without values. So, one launch after the other:
 //
@@ -71,8 +71,7 @@ __device__ __forceinline__ void combine(const ForwardParams& p) {
       for (int i = 0; i < kCombineRows; ++i) sums[i] = fmaf(state[k][i], factor, sums[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kCombineRows; ++i)
-      carried[(first_row + i) * kHeadDim + channel] = sums[i];
+    for (int i = 0; i < kCombineRows; ++i) carried[(first_row + i) * kHeadDim + channel] = sums[i];
   }
 }
 

@@ -12,9 +12,14 @@ namespace flash_kda::sm90 {
 template <const FusedShape& kShape, bool kQueries>
 class SolverWarp {
  public:
-  __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem,
-                                        int cta, int solver, int lane)
-      : p_(p), smem_(smem), walk_(p, cta + kShape.cluster * solver), growing_(smem.growing[solver].image), cta_(cta), lane_(lane) {}
+  __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
+                                        int solver, int lane)
+      : p_(p),
+        smem_(smem),
+        walk_(p, cta + kShape.cluster * solver),
+        growing_(smem.growing[solver].image),
+        cta_(cta),
+        lane_(lane) {}
 
   __device__ __forceinline__ void run() {
     if (!walk_.find()) return;
@@ -34,8 +39,8 @@ class SolverWarp {
 
  private:
   __device__ __forceinline__ void solve(unsigned char* record, float b) const {
-    const Products products = multiply<kQueries>(
-        record, growing_, ChunkRecord::kHalfImageBytes, lane_);
+    const Products products =
+        multiply<kQueries>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
     __syncwarp();  // L is complete
     solve_and_store<kQueries>(record, products, b, lane_);
@@ -47,8 +52,7 @@ class SolverWarp {
     if (lane_ == 0) Barrier::arrive(&smem_.full[stage]);
     if constexpr (kShape.cluster > 1) {
       if (lane_ < kShape.cluster && lane_ != cta_) {
-        bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes,
-                  &smem_.full[stage]);
+        bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
       }
     }
   }

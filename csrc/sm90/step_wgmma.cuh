@@ -1,13 +1,14 @@
 // A chunk's step of the state in one warpgroup, by wgmma: 64 rows of V, a warp 16 of them.
 //
-// The same products as in chunk/step_mma.cuh, with the same fragments: an accumulator of wgmma is one
-// of mma.sync in each warp, and rounded to bf16 it is the A operand of the next product. What differs
-// is that B operands are read from shared memory by the tensor cores themselves. K~ and Q~ stand one
-// after the other in the record, so that one product of 32 columns serves both.
+// The same products as in chunk/step_mma.cuh, with the same fragments: an accumulator of wgmma is
+// one of mma.sync in each warp, and rounded to bf16 it is the A operand of the next product. What
+// differs is that B operands are read from shared memory by the tensor cores themselves. K~ and Q~
+// stand one after the other in the record, so that one product of 32 columns serves both.
 #pragma once
 
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/numeric/integer_sequence.hpp>
 
 #include "chunk/state_io.cuh"
@@ -34,9 +35,9 @@ __device__ __forceinline__ void multiply_add(float (&d)[kSize], const unsigned* 
   Op::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
 }
 template <class Op, int kSize>
-__device__ __forceinline__ void multiply_add(
-    float (&d)[kSize], const unsigned* a, unsigned long long b,
-    gmma::ScaleOut scale = gmma::ScaleOut::One) {
+__device__ __forceinline__ void multiply_add(float (&d)[kSize], const unsigned* a,
+                                             unsigned long long b,
+                                             gmma::ScaleOut scale = gmma::ScaleOut::One) {
   multiply_add<Op>(d, a, b, scale, cute::make_index_sequence<kSize>());
 }
 
@@ -58,9 +59,9 @@ class WgmmaStep {
 
   // As MmaStep::advance(). All warps of the warpgroup call it together.
   template <class Acquire, class Overlap>
-  __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4],
-                                          float (&x)[1][2][4], float (&o)[1][2][4],
-                                          Acquire acquire, Overlap overlap) const {
+  __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4], float (&x)[1][2][4],
+                                          float (&o)[1][2][4], Acquire acquire,
+                                          Overlap overlap) const {
     using namespace cute;
     constexpr auto kK = gmma::Major::K;
     auto& s = reinterpret_cast<float (&)[4 * kStateTiles]>(state);
@@ -94,7 +95,7 @@ class WgmmaStep {
     warpgroup_commit_batch();
 #pragma unroll
     for (int n = 0; n < kStateTiles / 2; ++n) {
-      const float4 decay = *reinterpret_cast<const float4*>(record + decay_ + 64 * n);
+      const float4 decay = load_after_products(record + decay_ + 64 * n);
       float* const d = s + 8 * n;
       d[0] *= decay.x, d[1] *= decay.y, d[2] *= decay.x, d[3] *= decay.y;
       d[4] *= decay.z, d[5] *= decay.w, d[6] *= decay.z, d[7] *= decay.w;
@@ -144,6 +145,16 @@ class WgmmaStep {
   }
 
  private:
+  // Volatile, so that it stays behind the products above: a multiplication that waits for its
+  // decay among them would hold up those to come.
+  static __device__ __forceinline__ float4 load_after_products(const unsigned char* shared) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(cute::cast_smem_ptr_to_uint(shared)));
+    return x;
+  }
+
   int decay_;  // byte offset of this lane
 };
 

@@ -16,8 +16,8 @@ class Jobs {
   // The next job of this cluster in `slice`; false: there is none.
   __device__ __forceinline__ bool next(ChainSlice& slice) {
     const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-    const long long job = static_cast<long long>(turn_) * clusters +
-                          (turn_ & 1 ? clusters - 1 - cluster : cluster);
+    const long long job =
+        static_cast<long long>(turn_) * clusters + (turn_ & 1 ? clusters - 1 - cluster : cluster);
     if (job >= p_.jobs) return false;
     ++turn_;
     const int parts = p_.job_segments * p_.heads;
