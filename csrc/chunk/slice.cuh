@@ -39,8 +39,16 @@ struct ChainSlice {
            (tokens.batch * stride.batch + tokens.begin * stride.token + head * stride.head + row);
   }
 
+  // The state before this sequence or segment.
   __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
-    if (segment > 0) return carried(p, segment - 1, kCarriedState, row);
+    if (p.segments == 1) return given(p, row);
+    return segment == 0 ? carried(p, 0, kCarriedMap, row)
+                        : carried(p, segment - 1, kCarriedState, row);
+  }
+
+  // The caller's initial state. While segments write final states it may be gone already, if both
+  // are one tensor: a copy is kept in the place of the first segment's map, which nobody needs.
+  __device__ __forceinline__ StateAddress given(const ForwardParams& p, int row) const {
     return state(p, const_cast<void*>(p.initial_state), p.initial_stride, p.initial_dtype,
                  p.initial_vectorised, slot(p, p.initial_slots), row);
   }
@@ -115,7 +123,9 @@ class Checkpoints {
     for (; next_ < p_.checkpoints; ++next_) {
       const long long tokens = offset(next_) - begin_;
       if (tokens > length_) return;
+      if (tokens < last_) continue;  // not ascending: that state has passed
       if (tokens % kChunk == 0 || tokens == length_) {
+        last_ = static_cast<int>(tokens);
         chunks_ = chunks_of(static_cast<int>(tokens));
         return;
       }
@@ -126,6 +136,7 @@ class Checkpoints {
   const long long begin_;
   const int length_;
   int next_, chunks_;
+  int last_ = 1;  // tokens before the latest of them
 };
 
 }  // namespace flash_kda

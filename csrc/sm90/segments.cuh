@@ -3,7 +3,8 @@
 // state that the segment leaves when it starts from zero, and M what it makes of the identity
 // without values. So, one launch after the other:
 //
-//   affine   M and B of every segment but the last (the first one's B from the initial state)
+//   affine   M and B of every segment but the last; of the first one the state after it, and in the
+//            place of M a copy of the initial state
 //   combine  the state after each: S <- S M + B, in fp32
 //   fused    every segment from its state
 #pragma once
@@ -25,15 +26,17 @@ __device__ __forceinline__ void affine(const ForwardParams& p, FusedSmem<kShape>
     while (jobs.next(slice)) {
       float s[1][kStateTiles][4];
       chain.begin(slice, row, cta == kCarriedState);
-      if (cta == kCarriedMap) {
+      const bool first = slice.segment == 0, map = cta == kCarriedMap;
+      if (first) {
+        load_state(s, slice.given(p, row), lane);
+        if (map) store_state(s, slice.carried(p, 0, kCarriedMap, row), lane);
+      } else if (map) {
         load_identity(s, row, lane);
-      } else if (slice.segment == 0) {
-        load_state(s, slice.initial(p, row), lane);
       } else {
         load_state(s, {nullptr, kAbsent, false}, lane);
       }
       chain.run(s, chain.chunks());
-      store_state(s, slice.carried(p, slice.segment, cta, row), lane);
+      if (!first || !map) store_state(s, slice.carried(p, slice.segment, cta, row), lane);
     }
   });
   allow_next_launch();
