@@ -38,7 +38,6 @@ constexpr RecurrenceShape kRecurrenceV64{4, 1, 5, 1};
 constexpr RecurrenceShape kRecurrenceV32{2, 1, 5, 1};
 
 constexpr int kGroupWarps = 4;
-constexpr int kWalkBytes = 40;  // of sm90/work.cuh, a warp
 
 // A fused kernel: a cluster works on all rows of the state of one sequence and head, each of its
 // `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile `groups` of
@@ -46,10 +45,10 @@ constexpr int kWalkBytes = 40;  // of sm90/work.cuh, a warp
 // of the cluster, in a ring of `stages`. `rows` counts the rows of all slices: those of V, or with
 // a map those of V and of K.
 struct FusedShape {
-  int cluster, warps, groups, stages, rows;
+  int cluster, warps, solvers, groups, stages, rows;
   int chain_registers;  // a thread of the computing warps; 0: all have the same
 
-  constexpr int threads() const { return 32 * (warps + kGroupWarps * groups); }
+  constexpr int threads() const { return 32 * (warps + solvers + kGroupWarps * groups); }
   constexpr int slice_rows() const { return rows / cluster; }
   constexpr bool moves_registers() const { return chain_registers > 0; }
   constexpr int other_registers() const {
@@ -61,16 +60,15 @@ struct FusedShape {
   constexpr int smem_bytes() const {
     const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
     const int group_bytes = 2 * 2 * kGroupWarps * 2 * kChunk * 4;
-    const int bytes =
-        stages * (stage_bytes + 3 * 8) + warps * int(sizeof(ChainWarpMemory<1>)) +
-        groups * (group_bytes + 2 * ChunkRecord::kHalfImageBytes + kGroupWarps * kWalkBytes);
+    const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(ChainWarpMemory<1>)) +
+                      groups * group_bytes + solvers * 2 * ChunkRecord::kHalfImageBytes;
     return (bytes + 1023) / 1024 * 1024;
   }
 };
 
 constexpr int kRowsOfWarp = 16;
-constexpr FusedShape kFused{2, 4, 3, 12, kHeadDim, 200};
-constexpr FusedShape kAffine{2, 8, 2, 12, 2 * kHeadDim, 136};
+constexpr FusedShape kFused{2, 4, 4, 2, 12, kHeadDim, 168};
+constexpr FusedShape kAffine{2, 8, 4, 1, 12, 2 * kHeadDim, 152};
 
 constexpr int kCombineRows = 8;  // of V, a CTA of kHeadDim threads
 

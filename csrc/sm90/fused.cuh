@@ -5,7 +5,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "chunk/sequence.cuh"
-#include "sm90/records.cuh"
+#include "sm90/rows.cuh"
+#include "sm90/solver.cuh"
 #include "sm90/step_wgmma.cuh"
 
 namespace flash_kda::sm90 {
@@ -29,6 +30,7 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   const int cta = blockIdx.x % kShape.cluster;
   if (threadIdx.x == 0) smem.init();
   cluster_sync<kShape>();
+  constexpr int kFirstRows = kShape.warps + kShape.solvers;
   // Records depend on the call's tensors and, in a packed batch, on the schedule alone.
   if (warp < kShape.warps || p.cu_seqlens != nullptr) wait_for_previous_launch();
   if (warp < kShape.warps) {
@@ -38,9 +40,13 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   } else {
     if constexpr (kShape.moves_registers())
       cutlass::arch::warpgroup_reg_dealloc<kShape.other_registers()>();
-    const int member = warp - kShape.warps;
-    RecordWarp<kShape, kQueries>(p, smem, cta, member / kGroupWarps, member % kGroupWarps, lane)
-        .run();
+    if (warp < kFirstRows) {
+      SolverWarp<kShape, kQueries>(p, smem, cta, warp - kShape.warps, lane).run();
+    } else {
+      const int member = warp - kFirstRows;
+      RowsWarp<kShape, kQueries>(p, smem, cta, member / kGroupWarps, member % kGroupWarps, lane)
+          .run();
+    }
   }
   // The others may still write here or wait for arrivals.
   if constexpr (kShape.cluster > 1) cluster_sync<kShape>();
@@ -51,10 +57,10 @@ __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>&
   with_records<kShape, true>(p, smem, [&](int cta, int warp, int lane) {
     Chain<RecordRing<kShape>, WgmmaStep<true>> chain(p, {smem}, smem.warp[warp]);
     const int first_row = cta * kShape.slice_rows() + kRowsOfWarp * warp;
-    Jobs<kShape.cluster> jobs;
+    Jobs<kShape.cluster> jobs(p);
     ChainSlice slice;
 #pragma unroll 1
-    while (jobs.next(p, slice)) run_sequence(p, chain, slice, first_row, lane);
+    while (jobs.next(slice)) run_sequence(p, chain, slice, first_row, lane);
   });
 }
 

@@ -7,7 +7,6 @@
 
 #include "chunk/chain.cuh"
 #include "launch_shapes.h"
-#include "sm90/work.cuh"
 
 namespace flash_kda::sm90 {
 
@@ -22,9 +21,14 @@ struct GroupMemory {
 
 template <const FusedShape& kShape>
 struct FusedSmem {
-  // So that whoever waits for a phase of a barrier has seen the one before it, and parities are
-  // unambiguous: a stage is always filled by the same group.
-  static_assert(kShape.stages % (kShape.cluster * kShape.groups) == 0, "a stage has one group");
+  static_assert(kShape.stages % kShape.cluster == 0, "a stage has one owner");
+  // A barrier's parity tells a phase from the one before, not from the one before that. So whoever
+  // waits for the images of a chunk must know that those of the stage's chunk before are complete:
+  // the same group made them, and has made another of this solver's chunks since.
+  static constexpr int kOwnStages = kShape.stages / kShape.cluster;
+  static_assert(kOwnStages % kShape.groups == 0 && kShape.solvers % kShape.groups == 0 &&
+                    kOwnStages >= kShape.solvers,
+                "parities are unambiguous");
   struct alignas(1024) Stage {  // wgmma's swizzle counts from multiples of 1024
     unsigned char record[ChunkRecord::kBytes];
   };
@@ -32,12 +36,11 @@ struct FusedSmem {
     unsigned char image[2 * ChunkRecord::kHalfImageBytes];
   };
   Stage stage[kShape.stages];
-  Growing growing[kShape.groups];  // K^, which only the products need
+  Growing growing[kShape.solvers];  // K^, which only the products need: of each solver's chunk
   ChainWarpMemory<1> warp[kShape.warps];
   GroupMemory group[kShape.groups];
-  WalkMemory<kShape.cluster> walk[kGroupWarps * kShape.groups];
   // images: the four images of a chunk are complete; an arrival of each warp of a group.
-  // full: the record is; one arrival, of the warp that solved it, here or in the CTA that sent it.
+  // full: the record is; one arrival, of the warp that solved it, or of the CTA that sent it.
   // empty: every computing warp of the cluster has read it; arrivals go to the stage's owner.
   Barrier::ValueType images[kShape.stages];
   Barrier::ValueType full[kShape.stages];

@@ -20,10 +20,10 @@ __device__ __forceinline__ void affine(const ForwardParams& p, FusedSmem<kShape>
   with_records<kShape, false>(p, smem, [&](int cta, int warp, int lane) {
     Chain<RecordRing<kShape>, WgmmaStep<false>> chain(p, {smem}, smem.warp[warp]);
     const int row = kRowsOfWarp * warp;
-    Jobs<kShape.cluster> jobs;
+    Jobs<kShape.cluster> jobs(p);
     ChainSlice slice;
 #pragma unroll 1
-    while (jobs.next(p, slice)) {
+    while (jobs.next(slice)) {
       float s[1][kStateTiles][4];
       chain.begin(slice, row, cta == kCarriedState);
       const bool first = slice.segment == 0, map = cta == kCarriedMap;

@@ -1,6 +1,4 @@
-// One warp of a group of four that makes the records of chunks. Together they turn the raw rows of
-// a chunk into its images; then one of them, in turns, works out the two 16 x 16 matrices and the
-// inverse, while the others begin with the next chunk. Warp w owns
+// One warp of a group of four that turns the raw rows of a chunk into its images. Warp w owns
 // channels 32w .. 32w+31 of all tokens; a lane two of them in half of the tokens, so that the
 // running sum of the decay crosses lanes once. The four meet once a chunk, for the norms.
 //
@@ -11,8 +9,7 @@
 // lane it does not fit the instruction cache beside the chain's (docs/design.md).
 #pragma once
 
-#include "chunk/beta.cuh"
-#include "chunk/products.cuh"
+#include "chunk/norms.cuh"
 #include "common/gate.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/work.cuh"
@@ -20,51 +17,43 @@
 namespace flash_kda::sm90 {
 
 template <const FusedShape& kShape, bool kQueries>
-class RecordWarp {
+class RowsWarp {
  public:
-  __device__ __forceinline__ RecordWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
-                                        int group, int warp, int lane)
+  __device__ __forceinline__ RowsWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
+                                      int group, int warp, int lane)
       : p_(p),
         smem_(smem),
-        walk_(smem.walk[kGroupWarps * group + warp], cta + kShape.cluster * group),
+        walk_(p, cta + kShape.cluster * group),
         group_(group),
         warp_(warp),
-        lane_(lane) {}
+        lane_(lane),
+        half_(lane >> 4) {}
 
   __device__ __forceinline__ void run() {
-    if (!walk_.find(p_)) return;
-    unsigned raw_beta = fetch();
+    if (!walk_.find()) return;
+    fetch();
 #pragma unroll 1
     for (bool more = true; more;) {
-      // Lest the compiler works out all offsets before the loop: they would take the registers.
-      keep_in_register(lane_);
       const int index = walk_.index(), stage = walk_.stage(), length = walk_.tokens().length;
-      const float b = beta_of(p_, raw_beta, length, lane_);
       if (walk_.new_job()) gate_ = Gate<2>(p_, walk_.head(), channel());
       walk_.advance();
-      more = walk_.find(p_);
+      more = walk_.find();
       // The rows of the next chunk are fetched while this one is worked on, if there is room.
       const bool fetches = more && is_free();
       if (fetches) {
-        raw_beta = fetch();
+        fetch();
         copy_async_wait<1>();
       } else {
         copy_async_wait<0>();
       }
       __syncwarp();  // every lane's copies have landed
-      unsigned char* const record = smem_.stage[stage].record;
-      make_images(record, length);
+      make_images(smem_.stage[stage].record, index, length);
       fence_async_shared();  // wgmma reads them, and a bulk copy
       __syncwarp();
       if (lane_ == 0) Barrier::arrive(&smem_.images[stage]);
-      if (solves(index)) {
-        Barrier::wait(&smem_.images[stage], index / kShape.stages & 1);
-        solve(record, b);
-        hand_over(stage);
-      }
       if (more && !fetches) {
         wait_until_free();
-        raw_beta = fetch();
+        fetch();
       }
     }
   }
@@ -72,18 +61,17 @@ class RecordWarp {
  private:
   static constexpr int kRows = kChunk / 2;  // of a lane
 
-  __device__ __forceinline__ int half() const { return lane_ >> 4; }
-
   // The i-th token of this lane.
   __device__ __forceinline__ int row_of(int i) const {
-    return i < kRows / 2 ? 12 * half() + i : 4 * half() + i;
+    return i < kRows / 2 ? 12 * half_ + i : 4 * half_ + i;
   }
 
   // This lane's two channels of its rows in one record. The addresses are worked out once a chunk;
   // left alone, the compiler does it for each image anew.
   class Pieces {
    public:
-    __device__ __forceinline__ Pieces(const RecordWarp& owner, const unsigned char* record) {
+    __device__ __forceinline__ Pieces(const RowsWarp& owner, const unsigned char* record,
+                                      int solver) {
       const unsigned base = cute::cast_smem_ptr_to_uint(record);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -91,7 +79,7 @@ class RecordWarp {
         keep_in_register(address_[i]);
       }
       // The halves of K^ are closer to each other than those of the record.
-      growing_ = cute::cast_smem_ptr_to_uint(owner.smem_.growing[owner.group_].image) - base -
+      growing_ = cute::cast_smem_ptr_to_uint(owner.smem_.growing[solver].image) - base -
                  (owner.warp_ >> 1) * (ChunkRecord::kHalfBytes - ChunkRecord::kHalfImageBytes);
     }
     __device__ __forceinline__ unsigned load(int image, int i) const { return *at(image, i); }
@@ -122,15 +110,17 @@ class RecordWarp {
     if (round > 0) Barrier::wait(&smem_.empty[walk_.stage()], (round - 1) & 1);
   }
 
-  // Whether this warp's turn comes with a chunk.
-  __device__ __forceinline__ bool solves(int index) const {
-    return index / (kShape.cluster * kShape.groups) % kGroupWarps == warp_;
+  // Until the solver is done with its chunk before this one, and with that one's K^.
+  __device__ __forceinline__ void wait_for_solver(int index) const {
+    const int before = index - kShape.cluster * kShape.solvers;
+    if (before >= 0) {
+      Barrier::wait(&smem_.full[before % kShape.stages], before / kShape.stages & 1);
+    }
   }
 
-  // Starts the copies of this warp's channels of a chunk to where make_images() finds them, and
-  // returns beta as it was read, if this warp will need it. Rows past the end belong to the next
-  // sequence: they become zeros and are not read, NaN or not.
-  __device__ __forceinline__ unsigned fetch() {
+  // Starts the copies of this warp's channels of a chunk to where make_images() finds them. Rows
+  // past the end belong to the next sequence: they become zeros and are not read, NaN or not.
+  __device__ __forceinline__ void fetch() {
     unsigned char* const record = smem_.stage[walk_.stage()].record;
     const TokenRange tokens = walk_.tokens();
     fetch_rows(record + ChunkRecord::kKeyDecayed, p_.k, p_.k_stride, tokens);
@@ -138,7 +128,6 @@ class RecordWarp {
     if constexpr (kQueries)
       fetch_rows(record + ChunkRecord::kQueryDecayed, p_.q, p_.q_stride, tokens);
     copy_async_commit();
-    return solves(walk_.index()) ? load_raw_beta(p_, tokens, walk_.head(), lane_) : 0;
   }
 
   __device__ __forceinline__ void fetch_rows(unsigned char* image, const void* base,
@@ -154,14 +143,15 @@ class RecordWarp {
                   row + 8 < tokens.length);
   }
 
-  __device__ __forceinline__ void make_images(unsigned char* record, int length) {
+  __device__ __forceinline__ void make_images(unsigned char* record, int index, int length) {
     float (&squares)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][0];
     publish_squares(record, squares);
-    const Pieces pieces(*this, record);
+    const Pieces pieces(*this, record, index / kShape.cluster % kShape.solvers);
     float log2_decay[kRows][2], total[2];
     sum_log2_decays(log2_decay, total, pieces, length);
     meet();
     const float inverse_norm = collect_norms(record, squares);
+    wait_for_solver(index);
     parity_ ^= 1;
     unsigned next_key = pieces.load(ChunkRecord::kKeyDecayed, 0), next_query = 0;
     if constexpr (kQueries) next_query = pieces.load(ChunkRecord::kQueryDecayed, 0);
@@ -188,7 +178,7 @@ class RecordWarp {
                      bf16_high(raw_query) * q_scale * decay[1]);
       }
     }
-    if (half() == 0) {
+    if (half_ == 0) {
       *reinterpret_cast<float2*>(record + ChunkRecord::kDecay + 4 * decay_position(channel())) =
           make_float2(total[0], total[1]);
     }
@@ -213,8 +203,8 @@ class RecordWarp {
       const float first = sum[0][j], second = sum[1][j];
       const float other = __shfl_xor_sync(kWarpMask, first + second, 16);
       total[j] = exp2_approx(first + second + other);
-      const float before_first = half() == 0 ? 0.0f : other + second;
-      const float before_second = half() == 0 ? first : other;
+      const float before_first = half_ == 0 ? 0.0f : other + second;
+      const float before_second = half_ == 0 ? first : other;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) sums[i][j] += i < kRows / 2 ? before_first : before_second;
     }
@@ -269,7 +259,7 @@ class RecordWarp {
   }
   __device__ __forceinline__ void publish_shrunk(const unsigned char* image, int i, float factor,
                                                  float* squares) const {
-    const int row = kRows * half() + i;
+    const int row = kRows * half_ + i;
     const unsigned raw = *reinterpret_cast<const unsigned*>(
         image + image_offset(row, 64 * warp_ + 4 * (lane_ & 15)));
     const float a = bf16_low(raw) * factor, b = bf16_high(raw) * factor;
@@ -277,35 +267,6 @@ class RecordWarp {
 #pragma unroll
     for (int width = 8; width >= 1; width /= 2) sum += __shfl_xor_sync(kWarpMask, sum, width);
     if ((lane_ & 15) == 0) squares[row] = sum;
-  }
-
-  // The images -> the record. The group's K^ stays until all four meet over the next chunk; once
-  // its products are known, L in fp32 takes its place.
-  __device__ __forceinline__ void solve(unsigned char* record, float b) const {
-    unsigned char* const growing = smem_.growing[group_].image;
-    const Products products =
-        multiply<kQueries>(record, growing, ChunkRecord::kHalfImageBytes, lane_);
-    __syncwarp();  // all lanes have read K^
-    auto& lower = *reinterpret_cast<float (*)[kChunk][kChunk]>(growing);
-    store_lower(lower, products, b, lane_);
-    if constexpr (kQueries) store_scores(record + ChunkRecord::kScores, products, lane_);
-    __syncwarp();  // L is complete
-    float column[kChunk];
-    solve_unit_lower(column, lower, lane_);
-    store_inverse(record + ChunkRecord::kInverse, column, b, lane_);
-  }
-
-  // To all CTAs of the cluster.
-  __device__ __forceinline__ void hand_over(int stage) const {
-    fence_async_shared();  // wgmma reads it, and a bulk copy
-    __syncwarp();
-    if (lane_ == 0) Barrier::arrive(&smem_.full[stage]);
-    if constexpr (kShape.cluster > 1) {
-      const int cta = stage % kShape.cluster;  // this one
-      if (lane_ < kShape.cluster && lane_ != cta) {
-        bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
-      }
-    }
   }
 
   // The four warps of the group wait for each other.
@@ -316,8 +277,7 @@ class RecordWarp {
   const ForwardParams& p_;
   FusedSmem<kShape>& smem_;
   ChunkWalk<kShape.cluster, kShape.cluster * kShape.groups, kShape.stages> walk_;
-  const int group_, warp_;
-  int lane_;
+  const int group_, warp_, lane_, half_;
   int parity_ = 0;
   Gate<2> gate_;
 };

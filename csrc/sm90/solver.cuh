@@ -1,0 +1,67 @@
+// A warp that completes records: from the images of a chunk its two 16 x 16 matrices and the
+// inverse. Then it hands the record to all CTAs of the cluster.
+#pragma once
+
+#include "chunk/beta.cuh"
+#include "chunk/products.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/work.cuh"
+
+namespace flash_kda::sm90 {
+
+template <const FusedShape& kShape, bool kQueries>
+class SolverWarp {
+ public:
+  __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
+                                        int solver, int lane)
+      : p_(p),
+        smem_(smem),
+        walk_(p, cta + kShape.cluster * solver),
+        growing_(smem.growing[solver].image),
+        cta_(cta),
+        lane_(lane) {}
+
+  __device__ __forceinline__ void run() {
+    if (!walk_.find()) return;
+    unsigned raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
+#pragma unroll 1
+    for (bool more = true; more;) {
+      const int stage = walk_.stage(), round = walk_.round();
+      const float b = beta_of(p_, raw_beta, walk_.tokens().length, lane_);
+      walk_.advance();
+      more = walk_.find();
+      if (more) raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
+      Barrier::wait(&smem_.images[stage], round & 1);
+      solve(smem_.stage[stage].record, b);
+      hand_over(stage);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void solve(unsigned char* record, float b) const {
+    const Products products =
+        multiply<kQueries>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
+    store_lower(lower_of(record), products, b, lane_);
+    __syncwarp();  // L is complete
+    solve_and_store<kQueries>(record, products, b, lane_);
+  }
+
+  __device__ __forceinline__ void hand_over(int stage) const {
+    fence_async_shared();  // wgmma reads it, and a bulk copy
+    __syncwarp();
+    if (lane_ == 0) Barrier::arrive(&smem_.full[stage]);
+    if constexpr (kShape.cluster > 1) {
+      if (lane_ < kShape.cluster && lane_ != cta_) {
+        bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  FusedSmem<kShape>& smem_;
+  ChunkWalk<kShape.cluster, kShape.cluster * kShape.solvers, kShape.stages> walk_;
+  const unsigned char* const growing_;
+  const int cta_, lane_;
+};
+
+}  // namespace flash_kda::sm90
