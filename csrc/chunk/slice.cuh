@@ -93,11 +93,12 @@ struct ChainSlice {
 };
 
 // The checkpoints of one sequence, in order. Offsets at which none of its chunks ends are passed
-// over.
+// over. The lanes of a warp read 32 offsets at once: the chain would wait for each, one by one.
 class Checkpoints {
  public:
   __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
       : p_(p),
+        lane_(lane),
         begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
         length_(tokens.length) {
     next_ = count_at_most([&](int c) { return offset(c); }, p.checkpoints, begin_, lane);
@@ -121,22 +122,29 @@ class Checkpoints {
   __device__ __forceinline__ void find() {
     chunks_ = 0x7fffffff;
     for (; next_ < p_.checkpoints; ++next_) {
-      const long long tokens = offset(next_) - begin_;
+      if (next_ >= known_end_) {
+        known_end_ = next_ + 32;
+        known_ = next_ + lane_ < p_.checkpoints ? offset(next_ + lane_) : 0;
+      }
+      const long long tokens = __shfl_sync(0xffffffffu, known_, next_ - known_end_ + 32) - begin_;
       if (tokens > length_) return;
       if (tokens < last_) continue;  // not ascending: that state has passed
       if (tokens % kChunk == 0 || tokens == length_) {
         last_ = static_cast<int>(tokens);
-        chunks_ = chunks_of(static_cast<int>(tokens));
+        chunks_ = chunks_of(last_);
         return;
       }
     }
   }
 
   const ForwardParams& p_;
+  const int lane_;
   const long long begin_;
   const int length_;
   int next_, chunks_;
-  int last_ = 1;  // tokens before the latest of them
+  int last_ = 1;     // tokens before the latest of them
+  long long known_;  // offset known_end_ - 32 + lane
+  int known_end_ = 0;
 };
 
 }  // namespace flash_kda
