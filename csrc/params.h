@@ -7,7 +7,7 @@
 namespace flash_kda {
 
 constexpr int kHeadDim = 128;  // K = V = 128
-constexpr int kChunk = 16;     // tokens a chunk of the portable family
+constexpr int kChunk = 16;     // tokens a chunk
 
 // Element types that arguments may arrive in. The values are part of the C ABI.
 enum DType : int {
@@ -51,7 +51,8 @@ static_assert(ChunkRecord::kBytes == 13824, "864 bytes a padded token and head")
 
 // What a segment of a cut sequence leaves in the workspace: the state after it, which begins as the
 // state it would leave if it had started from zero, and the matrix that the state before it is
-// multiplied by.
+// multiplied by. The first one starts from the initial state; a copy of that stands in its matrix's
+// place.
 enum Carried : int { kCarriedState, kCarriedMap, kCarried };
 
 struct ForwardParams {

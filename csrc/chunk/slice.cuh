@@ -39,15 +39,15 @@ struct ChainSlice {
            (tokens.batch * stride.batch + tokens.begin * stride.token + head * stride.head + row);
   }
 
-  // The state before this sequence or segment.
+  // The state before this sequence or segment. While segments write final states the caller's
+  // initial state may be gone already, if both are one tensor; so the first segment's is a copy.
   __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
     if (p.segments == 1) return given(p, row);
     return segment == 0 ? carried(p, 0, kCarriedMap, row)
                         : carried(p, segment - 1, kCarriedState, row);
   }
 
-  // The caller's initial state. While segments write final states it may be gone already, if both
-  // are one tensor: a copy is kept in the place of the first segment's map, which nobody needs.
+  // The caller's initial state.
   __device__ __forceinline__ StateAddress given(const ForwardParams& p, int row) const {
     return state(p, const_cast<void*>(p.initial_state), p.initial_stride, p.initial_dtype,
                  p.initial_vectorised, slot(p, p.initial_slots), row);
@@ -65,7 +65,7 @@ struct ChainSlice {
                  p.checkpoint_vectorised, index, row);
   }
 
-  // What a segment other than the last leaves in the workspace: its map, then the state after it.
+  // What a segment other than the last leaves in the workspace.
   __device__ __forceinline__ StateAddress carried(const ForwardParams& p, int segment, int which,
                                                   int row) const {
     const long long chain = static_cast<long long>(range.sequence) * p.heads + head;

@@ -43,7 +43,8 @@ Path choose_portable(int64_t chains, int32_t sm_count) {
 Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu& gpu) {
   const Path portable = choose_portable(chains, gpu.sm_count);
   if (gpu.capability != kHopper) return portable;
-  // Cutting sequences doubles the arithmetic, and shortens the chain as many times as it cuts.
+  // Cutting sequences more than doubles the arithmetic: each segment is walked twice, the first
+  // time with twice the rows. In exchange all are walked at once.
   if (segment_count(chains, chunks, gpu.sm_count) >= kSegmentsThatPay) return kPathSegments;
   const int64_t clusters = std::max(1, gpu.sm_count / kFused.cluster);
   if (chains <= clusters) {
