@@ -284,13 +284,14 @@ def workspace_size(
         where = torch.device("cuda" if device is None else device)
     if where.type != "cuda":
         raise ValueError(f"flash_kda.workspace_size: device: got {where}; needs a CUDA device")
-    if where.index is None:
+    if where == torch.device("cuda"):
         # Without a GPU the loader says so better than torch would.
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         where = torch.device("cuda", index)
     launcher = abi.launcher()
     gpu = loader.module_for(where).gpu
-    return launcher.plan(*sizes.values(), gpu, _forced_path(launcher)).workspace_bytes
+    shape = (sizes["t_total"], sizes["heads"], sizes["sequences"])
+    return launcher.plan(*shape, gpu, _forced_path(launcher)).workspace_bytes
 
 
 def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: bool) -> None:
