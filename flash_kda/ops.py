@@ -278,14 +278,20 @@ def workspace_size(
             )
     if device is None and not torch.cuda.is_available():
         return abi.workspace_size(*sizes.values())
-    where = torch.device("cuda" if device is None else device)
+    if isinstance(device, int):
+        where = torch.device("cuda", device)
+    else:
+        where = torch.device("cuda" if device is None else device)
     if where.type != "cuda":
         raise ValueError(f"flash_kda.workspace_size: device: got {where}; needs a CUDA device")
-    if where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    if where == torch.device("cuda"):
+        # Without a GPU the loader says so better than torch would.
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        where = torch.device("cuda", index)
     launcher = abi.launcher()
     gpu = loader.module_for(where).gpu
-    return launcher.plan(*sizes.values(), gpu, _forced_path(launcher)).workspace_bytes
+    shape = (sizes["t_total"], sizes["heads"], sizes["sequences"])
+    return launcher.plan(*shape, gpu, _forced_path(launcher)).workspace_bytes
 
 
 def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: bool) -> None:
@@ -379,7 +385,8 @@ def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:
     """Refuse what a GPU call would refuse, as far as this installation can tell.
 
     The workspace's size and the names of paths are the launcher's to know. The CPU path needs
-    neither, and works without the launcher; then they go unchecked.
+    neither, and works without the launcher; then they go unchecked. So does the size where there is
+    a GPU: the ``workspace_size`` of that one may be less than the one that suffices everywhere.
     """
     if workspace is None and not _environment.get(_path_key):
         return
@@ -387,7 +394,7 @@ def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:
     if launcher is None:
         return
     _forced_path(launcher)
-    if workspace is not None:
+    if workspace is not None and not torch.cuda.is_available():
         layout = call.layout
         needed = launcher.workspace_size(layout.t_total, layout.heads, layout.sequences)
         check_workspace_size(workspace, needed, layout)

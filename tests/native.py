@@ -20,7 +20,7 @@ LAUNCHER = r"""
 #define ABI FLASH_KDA_ABI_VERSION
 #endif
 static flash_kda_forward_args last;
-static int32_t status;
+static int32_t status, plans;
 extern "C" {
 int32_t flash_kda_abi_version(void) { return ABI; }
 #ifndef ONLY_VERSION
@@ -28,8 +28,11 @@ const char* flash_kda_last_error(void) { return "the stand-in's text"; }
 int64_t flash_kda_workspace_size(int64_t tokens, int64_t heads, int64_t sequences) {
   return status ? -1 : 1000000 * tokens + 1000 * heads + sequences;
 }
-int32_t flash_kda_plan(int64_t, int64_t, int64_t, int32_t sms, int32_t forced, int32_t* path) {
-  *path = forced < 0 ? sms > 100 : forced;
+int32_t flash_kda_plan(int64_t tokens, int64_t heads, int64_t sequences, int32_t capability,
+                       int32_t sms, int32_t forced, int32_t* path, int64_t* bytes) {
+  ++plans;
+  *path = forced < 0 ? capability == 90 && sms > 100 : forced;
+  *bytes = (*path + 1) * 10000 * tokens + 1000 * heads + sequences;
   return status;
 }
 int32_t flash_kda_path_count(void) { return 2; }
@@ -49,6 +52,7 @@ int32_t flash_kda_forward(uint64_t module, const flash_kda_forward_args* args) {
 }
 const void* stand_in_last(void) { return &last; }
 void stand_in_status(int32_t value) { status = value; }
+int32_t stand_in_plans(void) { return plans; }
 #endif
 }
 """

@@ -19,6 +19,7 @@ from flash_kda import abi, arguments, cpu, errors, loader, ops
 
 POINTERS = tuple(range(1, 17))
 GEOMETRY = tuple(range(101, 135))
+H200 = abi.Gpu(90, 132)
 CODES = (2, 1, 3, 1, 2, 6, 5, 6, 1, 1)  # dtypes, then beta_is_logits
 
 
@@ -137,7 +138,7 @@ def test_statuses(stand_in: StandIn, status: int, error: type[Exception]) -> Non
     with pytest.raises(error, match="the stand-in's text"):
         stand_in.launcher.open_module(b"image", 0)
     with pytest.raises(error, match="the stand-in's text"):
-        stand_in.launcher.plan(1, 1, 1, 132)
+        stand_in.launcher.plan(1, 1, 1, H200)
     with pytest.raises(ValueError, match="the stand-in's text"):
         stand_in.launcher.workspace_size(1, 1, 1)
 
@@ -146,8 +147,10 @@ def test_simple_functions(stand_in: StandIn) -> None:
     launcher = stand_in.launcher
     assert launcher.abi_version == abi.ABI_VERSION
     assert launcher.workspace_size(2**31, 4, 5) == 1000000 * 2**31 + 4005
-    assert launcher.plan(1, 1, 1, 132) == 1
-    assert launcher.plan(1, 1, 1, 132, forced_path=0) == 0
+    assert launcher.plan(2**31, 4, 5, H200) == abi.Plan(1, 20000 * 2**31 + 4005)
+    assert launcher.plan(1, 1, 1, abi.Gpu(90, 78)).path == 0
+    assert launcher.plan(1, 1, 1, abi.Gpu(100, 148)).path == 0
+    assert launcher.plan(1, 4, 5, H200, forced_path=0) == abi.Plan(0, 10000 + 4005)
     assert launcher.open_module(b"7\0\0", 2) == 300 + 20 + ord("7") % 10
     assert launcher.path_names == ("narrow", "wide")
     assert launcher.path_id("wide") == 1
@@ -156,11 +159,11 @@ def test_simple_functions(stand_in: StandIn) -> None:
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    path = native.build(native.LAUNCHER, tmp_path / "other.so", "-DABI=2", "-DONLY_VERSION")
+    path = native.build(native.LAUNCHER, tmp_path / "other.so", "-DABI=1", "-DONLY_VERSION")
     with pytest.raises(errors.BrokenInstallError) as info:
         abi.Launcher(path)
     text = str(info.value)
-    assert "Expected: launcher ABI version 1. Found: version 2." in text
+    assert f"Expected: launcher ABI version {abi.ABI_VERSION}. Found: version 1." in text
     assert str(path) in text
     assert "pip install --force-reinstall" in text
 
@@ -192,13 +195,8 @@ def installed() -> abi.Launcher:
 def test_installed_launcher(installed: abi.Launcher) -> None:
     assert abi.abi_version() == abi.ABI_VERSION
     names = abi.path_names()
-    assert {"portable_v128", "portable_v64", "portable_v32"} <= set(names)
+    assert names == ("portable_v128", "portable_v64", "portable_v32", "fused", "segments")
     assert [abi.path_id(name) for name in names] == list(range(len(names)))
-    for path in range(len(names)):
-        assert abi.plan(8192, 96, 1, 132, path) == path
-    assert 0 <= abi.plan(8192, 96, 1, 132) < len(names)
-    with pytest.raises(ValueError, match="flash_kda"):
-        abi.plan(8192, 96, 1, 132, len(names))
 
 
 @pytest.mark.parametrize(
@@ -207,10 +205,12 @@ def test_installed_launcher(installed: abi.Launcher) -> None:
 def test_installed_workspace(
     installed: abi.Launcher, tokens: int, heads: int, sequences: int
 ) -> None:
-    size = ops.workspace_size(tokens, heads, sequences)
+    size = abi.workspace_size(tokens, heads, sequences)
     padded = min(16 * tokens, tokens + 15 * sequences)
     assert 0 < size <= 864 * padded * heads + 16 * sequences + 4096
-    assert ops.workspace_size(2 * tokens, heads, sequences) > size
+    assert abi.workspace_size(2 * tokens, heads, sequences) > size
+    if not torch.cuda.is_available():
+        assert ops.workspace_size(tokens, heads, sequences) == size
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1), (1, 0, 1), (1, 1, -1), (2**31, 1, 1), (2**64, 1, 1)])
@@ -230,7 +230,7 @@ class GpuCall:
 
     def __init__(self, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stand_in = stand_in
-        module = loader.Module(123, "90a", "file", 132)
+        module = loader.Module(123, "90a", "file", H200)
         monkeypatch.setattr(loader, "module_for", lambda device: module)
         monkeypatch.setattr(abi, "_launcher", stand_in.launcher)
         monkeypatch.setattr(ops, "_current_stream", lambda index: 4242)
@@ -272,7 +272,7 @@ def test_what_a_gpu_call_hands_over(gpu_call: GpuCall, stand_in: StandIn) -> Non
     assert stand_in.last("cu_seqlens") == call["cu_seqlens"].data_ptr()
     assert stand_in.last("a_log") not in (0, call["A_log"].data_ptr())  # a contiguous copy
     assert stand_in.last("workspace") != 0
-    assert stand_in.last("workspace_bytes") == 1000000 * 20 + 3000 + 4
+    assert stand_in.last("workspace_bytes") == 20000 * 20 + 3000 + 4
     assert stand_in.last("stream") == 4242
     assert [stand_in.last(x) for x in ("batch", "tokens", "heads", "sequences")] == [1, 20, 3, 4]
     for name in ("q", "k", "v", "g", "out"):
@@ -300,7 +300,7 @@ def test_absent_tensors_are_zero(gpu_call: GpuCall, stand_in: StandIn) -> None:
 
 def test_own_workspace(gpu_call: GpuCall, stand_in: StandIn) -> None:
     call = _call(tokens=1, heads=1, sequences=1)
-    needed = 1000000 + 1000 + 1
+    needed = 20000 + 1000 + 1
     memory = torch.zeros(needed + 512, dtype=torch.uint8)
     start = -memory.data_ptr() % 256
     workspace = memory[start : start + needed + 8]
@@ -366,15 +366,54 @@ def test_a_workspace_without_memory_is_refused(gpu_call: GpuCall) -> None:
 
 
 def test_forced_path(gpu_call: GpuCall, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_KDA_PATH", "wide")
-    gpu_call(**_call())
-    assert stand_in.last("path") == 1
-    monkeypatch.setenv("FLASH_KDA_PATH", "")
-    gpu_call(**_call())
-    assert stand_in.last("path") == -1
+    call = {**_call(), "A_log": None}
+    for name, path, factor in (("wide", 1, 2), ("narrow", 0, 1), ("", -1, 2), ("narrow", 0, 1)):
+        monkeypatch.setenv("FLASH_KDA_PATH", name)
+        gpu_call(**call)
+        assert stand_in.last("path") == path
+        assert stand_in.last("workspace_bytes") == factor * 10000 * 20 + 3000 + 4
     monkeypatch.setenv("FLASH_KDA_PATH", "portable")
     with pytest.raises(ValueError, match=r"FLASH_KDA_PATH: got 'portable'.*narrow, wide"):
         gpu_call(**_call())
+
+
+def test_calls_of_one_shape_are_planned_once(gpu_call: GpuCall, stand_in: StandIn) -> None:
+    call = {**_call(), "A_log": None}
+    before = stand_in.library.stand_in_plans()
+    for _ in range(3):
+        gpu_call(**call)
+    assert stand_in.library.stand_in_plans() == before + 1
+
+
+@pytest.mark.usefixtures("gpu_call")
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:1", torch.device("cuda", 1), 1])
+def test_workspace_size_of_a_gpu(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    """What fwd takes for the path of that GPU, forced or not; of the current one by default."""
+    asked = []
+    modules = {0: H200, 1: abi.Gpu(100, 148)}
+
+    def module_for(device: torch.device) -> loader.Module:
+        asked.append(device)
+        return loader.Module(123, "90a", "file", modules[device.index])
+
+    monkeypatch.setattr(loader, "module_for", module_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    index = 0 if device in (None, "cuda") else 1
+    assert ops.workspace_size(20, 3, 4, device) == (2 - index) * 10000 * 20 + 3004
+    assert asked == [torch.device("cuda", index)]
+    monkeypatch.setenv("FLASH_KDA_PATH", "narrow")
+    assert ops.workspace_size(20, 3, 4, device) == 10000 * 20 + 3004
+
+
+@pytest.mark.usefixtures("gpu_call")
+def test_workspace_size_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loader, "module_for", _fails)
+    monkeypatch.setenv("FLASH_KDA_PATH", "narrow")
+    assert ops.workspace_size(20, 3, 4) == 1000000 * 20 + 3004
+    with pytest.raises(ValueError, match="workspace_size: device: got cpu; needs a CUDA device"):
+        ops.workspace_size(20, 3, 4, "cpu")
 
 
 BAD_VALUES = {

@@ -29,17 +29,18 @@ class FakeLauncher:
     """Answers like the launcher library, for machines where it is not built."""
 
     abi_version = abi.ABI_VERSION
-    path_names = ("portable_v128", "portable_v64")
+    path_names = ("portable_v128", "portable_v64", "fused")
 
     def path_id(self, name: str) -> int:
         if name not in self.path_names:
             raise ValueError(f"FLASH_KDA_PATH: got {name!r}")
         return self.path_names.index(name)
 
-    def plan(self, t_total: int, heads: int, sequences: int, sm_count: int, forced: int) -> int:
-        if forced != abi.AUTOMATIC_PATH:
-            return forced
-        return int(2 * heads * sequences <= sm_count)
+    def plan(self, t_total: int, heads: int, sequences: int, gpu: abi.Gpu, forced: int) -> abi.Plan:
+        if forced == self.path_names.index("fused") and gpu.capability != 90:
+            raise ValueError("path fused needs a GPU of compute capability 9.0")
+        few_heads = int(2 * heads * sequences <= gpu.sm_count)
+        return abi.Plan(few_heads if forced == abi.AUTOMATIC_PATH else forced, 256)
 
 
 class Machine:
@@ -187,6 +188,14 @@ def test_forced_path(
     assert status == 0
     assert report["environment"] == {"FLASH_KDA_PATH": "portable_v64"}
     assert {row["path"] for row in report["gpus"][0]["paths"]} == {"portable_v64"}
+    machine.devices = [H200, B300._replace(capability=(10, 0))]
+    monkeypatch.setenv("FLASH_KDA_PATH", "fused")
+    status, report = run_doctor(capsys)
+    assert status == 1
+    hopper, blackwell = report["gpus"]
+    assert {row["path"] for row in hopper["paths"]} == {"fused"} and hopper["error"] is None
+    assert "compute capability 9.0" in blackwell["error"]
+    machine.devices = [H200]
     monkeypatch.setenv("FLASH_KDA_PATH", "nonsense")
     status, report = run_doctor(capsys)
     assert status == 1

@@ -165,7 +165,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_loads_the_exact_target(machine: Machine) -> None:
     path = str(machine.folder / "cubin" / "90a.cubin")
-    assert machine.load() == loader.Module(1000, "90a", path, 132)
+    assert machine.load() == loader.Module(1000, "90a", path, abi.Gpu(90, 132))
     assert machine.opened == [(machine.code("90a"), 0)]
     assert loader.explain(machine.gpus[0])[1:] == ("90a", path, None)
 
@@ -510,9 +510,10 @@ class TestLauncher:
         self.fails("the launcher library")
 
     def test_other_version(self, machine: Machine) -> None:
-        machine.document["abi_version"] = 2
+        machine.document["abi_version"] = 1
         machine.write()
-        with pytest.raises(errors.BrokenInstallError, match=r"Expected: .*version 1. Found: 2"):
+        expected = rf"Expected: .*version {abi.ABI_VERSION}\. Found: 1"
+        with pytest.raises(errors.BrokenInstallError, match=expected):
             abi.launcher()
 
     def test_library_of_another_version(self, machine: Machine) -> None:
@@ -538,7 +539,7 @@ def test_override(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(elf(b"mine"))
     monkeypatch.setenv("FLASH_KDA_CUBIN", str(path))
     machine.replace_gpu("NVIDIA B300", (10, 3))  # whatever the installed ones are for
-    assert machine.load() == loader.Module(1000, "override", str(path), 100)
+    assert machine.load() == loader.Module(1000, "override", str(path), abi.Gpu(103, 100))
     assert machine.opened == [(elf(b"mine"), 0)]
     assert loader.explain(machine.gpus[0]).cubin == str(path)
 
@@ -646,7 +647,8 @@ def test_mixed_gpus_each_get_their_own_once(machine: Machine) -> None:
         assert machine.load(0).target == "90a"
         assert machine.load(1).target == "100a"
     assert machine.load(1) is machine.load(1)
-    assert machine.load(1).sm_count == 148
+    assert machine.load(0).gpu == abi.Gpu(90, 132)
+    assert machine.load(1).gpu == abi.Gpu(100, 148)
     assert machine.opened == [(machine.code("90a"), 0), (machine.code("100a"), 1)]
 
 

@@ -18,7 +18,7 @@ from build_tools.common import hash_bytes
 
 VERSION = "0.1.0"
 ABI = """
-int flash_kda_abi_version(void) { return 1; }
+int flash_kda_abi_version(void) { return 2; }
 const char* flash_kda_last_error(void) { return ""; }
 long flash_kda_workspace_size(long a, long b, long c) { return a + b + c; }
 int flash_kda_plan(void) { return 0; }
@@ -77,7 +77,7 @@ def files(
     manifest = {
         "schema": 1,
         "package_version": VERSION,
-        "abi_version": 1,
+        "abi_version": 2,
         "compiler": {"name": "nvrtc", "version": f"{cuda}.86", "cuda": cuda},
         "launcher": entry("lib/libflash_kda.so", code),
         "cubins": [

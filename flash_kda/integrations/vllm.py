@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..abi import launcher_or_none
+from ..abi import launcher, launcher_or_none
 from ..ops import fwd as _fwd
 from ..ops import workspace_size
 
@@ -87,8 +87,12 @@ def fwd(
 
 
 def get_workspace_size(t_total: int, heads: int, sequences: int) -> int:
-    """Bytes of workspace for at most this many tokens, heads and sequences."""
-    return workspace_size(t_total, heads, sequences)
+    """Bytes of workspace for at most this many tokens, heads and sequences, on any GPU.
+
+    That of one shape on one GPU, ``flash_kda.workspace_size``, may be less than that of a smaller
+    shape, which may take another path.
+    """
+    return launcher().workspace_size(t_total, heads, sequences)
 
 
 def route() -> None:
@@ -118,8 +122,8 @@ def _positions(offsets: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _fits(workspace: Tensor | None, q: Tensor, cu_seqlens: Tensor | None) -> bool:
-    if workspace is None or launcher_or_none() is None:
+    if workspace is None or not q.is_cuda or launcher_or_none() is None:
         return False
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    needed = workspace_size(q.shape[0] * q.shape[1], q.shape[2], sequences)
+    needed = workspace_size(q.shape[0] * q.shape[1], q.shape[2], sequences, q.device)
     return workspace.numel() >= needed and workspace.data_ptr() % _WORKSPACE_ALIGNMENT == 0

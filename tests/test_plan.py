@@ -1,0 +1,211 @@
+"""Which path a call takes and how much workspace, asked of the built launcher; needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_kda import abi
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+import bench_cases  # noqa: E402
+
+HOPPER = {"H20": abi.Gpu(90, 78), "H100 PCIe": abi.Gpu(90, 114), "H200": abi.Gpu(90, 132)}
+OTHERS = {"B200": abi.Gpu(100, 148), "B300": abi.Gpu(103, 148), "RTX 5090": abi.Gpu(120, 170)}
+HOPPER_ONLY = ("fused", "segments")
+PORTABLE = ("portable_v128", "portable_v64", "portable_v32")
+STATE_BYTES = 128 * 128 * 4
+
+each_gpu = pytest.mark.parametrize("gpu", [*HOPPER.values(), *OTHERS.values()], ids=str)
+each_hopper = pytest.mark.parametrize("gpu", HOPPER.values(), ids=list(HOPPER))
+
+gpus = st.builds(
+    abi.Gpu, st.sampled_from((90, 100, 103, 120, 121)), st.integers(1, 300) | st.just(2**31 - 1)
+)
+counts = st.integers(0, 40) | st.integers(0, 10**5)
+shapes = st.tuples(
+    st.integers(0, 5000) | st.integers(0, 10**8),
+    st.integers(1, 100) | st.integers(1, 10**5),
+    counts,
+)
+
+if abi.launcher_or_none() is None:
+    pytest.skip("needs the built launcher", allow_module_level=True)
+
+
+def plan(tokens: int, heads: int, sequences: int, gpu: abi.Gpu, path: str = "") -> abi.Plan:
+    forced = abi.path_id(path) if path else abi.AUTOMATIC_PATH
+    return abi.plan(tokens, heads, sequences, gpu, forced)
+
+
+def chosen(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> str:
+    return abi.path_names()[plan(tokens, heads, sequences, gpu).path]
+
+
+def forced_plans(shape: tuple[int, int, int], gpu: abi.Gpu) -> Iterator[abi.Plan]:
+    """Of every path that the GPU has, and the automatic choice."""
+    for name in ("", *abi.path_names()):
+        if gpu.capability == 90 or name not in HOPPER_ONLY:
+            yield plan(*shape, gpu, name)
+
+
+# Measured to be the fastest path of each case on an H200; docs/performance.md.
+H200_PATHS = {
+    "n1_h96_t8192": "portable_v128",
+    "mixed_h96": "fused",
+    "n8x1024_h96": "fused",
+    "n1_h64_t8192": "fused",
+    "mixed_h64": "fused",
+    "n8x1024_h64": "fused",
+    "n1_h12_t8192": "segments",
+    "n1_h12_t32768": "segments",
+    "n1_h12_t131072": "segments",
+    "n1_h8_t65536": "segments",
+    "n8x2048_h16": "fused",
+    "n128x64_h32": "portable_v128",
+    "n512x128_h8": "portable_v128",
+    "n1_h32_t1024": "portable_v32",
+    "n1_h32_t64": "fused",
+    "n1_h32_t1": "fused",
+    "n1_h12_t1024": "portable_v32",
+    "n1_h12_t2048": "portable_v32",
+    "n4x512_h12": "fused",
+}
+
+
+@pytest.mark.parametrize("name", bench_cases.STANDARD_CASES)
+def test_benchmark_cases_on_an_h200(name: str) -> None:
+    case = bench_cases.parse_case(name)
+    shape = (case.tokens, case.heads, case.sequences)
+    assert chosen(*shape, HOPPER["H200"]) == H200_PATHS[name]
+
+
+@pytest.mark.parametrize("gpu", OTHERS.values(), ids=list(OTHERS))
+def test_other_gpus_have_the_portable_paths_only(gpu: abi.Gpu) -> None:
+    sms = gpu.sm_count
+    for chains, name in (
+        *((sms // 4, "portable_v32"), (sms // 4 + 1, "portable_v64")),
+        *((sms // 2, "portable_v64"), (sms // 2 + 1, "portable_v128")),
+    ):
+        for tokens in (1, 64, 8192, 10**6):
+            assert chosen(tokens, chains, 1, gpu) == name
+    for case in bench_cases.select_cases(None):
+        assert chosen(case.tokens, case.heads, case.sequences, gpu) in PORTABLE
+    major, minor = divmod(gpu.capability, 10)
+    for name in HOPPER_ONLY:
+        wanted = f"path {name} needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+        with pytest.raises(ValueError, match=wanted.replace(".", r"\.")):
+            plan(8192, 12, 1, gpu, name)
+
+
+@each_gpu
+def test_forced_paths_are_taken(gpu: abi.Gpu) -> None:
+    names = abi.path_names() if gpu.capability == 90 else PORTABLE
+    for case in bench_cases.select_cases(None):
+        shape = (case.tokens, case.heads, case.sequences)
+        assert [plan(*shape, gpu, x).path for x in names] == [abi.path_id(x) for x in names]
+    for unknown in (len(abi.path_names()), -2):
+        with pytest.raises(ValueError, match=f"there is no kernel path {unknown}"):
+            abi.plan(8192, 96, 1, gpu, unknown)
+
+
+@each_hopper
+@pytest.mark.parametrize(
+    ("tokens", "heads", "sequences"), [(1520, 1, 1), (1521, 1, 1), (8192, 12, 1), (10**6, 3, 4)]
+)
+def test_segments(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> None:
+    """As many as half of the multiprocessors hold, of 48 chunks at least; each but the last of a
+    sequence leaves a state and a map."""
+    chains = heads * sequences
+    chunks = (tokens + 15 * sequences) // 16 // sequences
+    segments = max(1, min(gpu.sm_count // 2 // chains, chunks // 48))
+    size = plan(tokens, heads, sequences, gpu, "segments").workspace_bytes
+    assert size == 256 + chains * (segments - 1) * 2 * STATE_BYTES
+    assert (chosen(tokens, heads, sequences, gpu) == "segments") == (segments >= 4)
+
+
+@each_gpu
+def test_workspace_at_8192_tokens(gpu: abi.Gpu) -> None:
+    """Below 1.2 KB a token and head, and linear in the tokens."""
+    for heads in (1, 8, 12, 32, 64, 96):
+        for sequences in (1, 6, 8, 128):
+            for found in forced_plans((8192, heads, sequences), gpu):
+                assert found.workspace_bytes <= 1200 * 8192 * heads
+    for heads in (1, 12, 96):
+        names = ("fused", *PORTABLE) if gpu.capability == 90 else PORTABLE
+        for name in names:
+            sizes = [plan(t, heads, 1, gpu, name).workspace_bytes for t in (0, 8192, 16384, 81920)]
+            step = sizes[1] - sizes[0]
+            assert sizes == [sizes[0] + n * step for n in (0, 1, 2, 10)]
+
+
+@pytest.mark.parametrize("heads", [1, 12, 96])
+def test_segments_take_no_more_for_more_tokens(heads: int) -> None:
+    sizes = [
+        plan(tokens, heads, 1, HOPPER["H200"], "segments").workspace_bytes
+        for tokens in (2**17, 2**20, 2**24)
+    ]
+    assert sizes == [sizes[0]] * 3
+
+
+@each_hopper
+def test_many_one_token_sequences(gpu: abi.Gpu) -> None:
+    """They do not pay for the padding of their chunks."""
+    for tokens in (10**5, 2 * 10**5):
+        found = plan(tokens, 1, 10**5, gpu)
+        assert abi.path_names()[found.path] == "fused" and found.workspace_bytes < 1e9
+
+
+@settings(max_examples=500, deadline=None)
+@given(shape=shapes, gpu=gpus)
+def test_no_path_exceeds_what_suffices_everywhere(
+    shape: tuple[int, int, int], gpu: abi.Gpu
+) -> None:
+    try:
+        bound = abi.workspace_size(*shape)
+    except ValueError:
+        for name in ("", *PORTABLE):
+            with pytest.raises(ValueError, match="too large for one call"):
+                plan(*shape, gpu, name)
+        return
+    for found in forced_plans(shape, gpu):
+        assert 0 < found.workspace_bytes <= bound
+
+
+@settings(max_examples=300, deadline=None)
+@given(shape=shapes, smaller=st.tuples(*[st.floats(0, 1)] * 3), gpu=gpus)
+def test_what_suffices_everywhere_does_for_smaller_calls(
+    shape: tuple[int, int, int], smaller: tuple[float, float, float], gpu: abi.Gpu
+) -> None:
+    """The automatic path of a smaller call may need more than that of the larger one."""
+    try:
+        bound = abi.workspace_size(*shape)
+    except ValueError:
+        return
+    tokens, heads, sequences = (round(x * y) for x, y in zip(shape, smaller, strict=True))
+    for found in forced_plans((tokens, max(1, heads), sequences), gpu):
+        assert found.workspace_bytes <= bound
+
+
+@each_gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((-1, 1, 1), (2**31 - 31, 1, 1), (1, 0, 1), (1, 2**31, 1), (1, 1, -1), (1, 1, 2**31 - 31)),
+        *((2**31 - 32, 2**31 - 1, 2**31 - 32), (2**31 - 32, 17, 1)),
+    ],
+)
+def test_impossible_sizes_are_refused(shape: tuple[int, int, int], gpu: abi.Gpu) -> None:
+    refused = pytest.raises(ValueError, match=r"sizes out of range|too large for one call")
+    for name in ("", "portable_v128"):
+        with refused:
+            plan(*shape, gpu, name)
+    with refused:
+        abi.workspace_size(*shape)
