@@ -37,9 +37,9 @@ sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import fuzz_check  # noqa: E402
 from fuzz_calls import Call, draw, simpler  # noqa: E402
+from paths import kernel_paths  # noqa: E402
 
 import flash_kda  # noqa: E402
-from flash_kda import abi  # noqa: E402
 
 HANG_SECONDS = 120
 """A call and its comparison take seconds; one that takes this long hangs."""
@@ -199,7 +199,7 @@ def _report(call: Call, reason: str, device: torch.device, what: str, detail: bo
 def _paths(device: torch.device, name: str | None) -> list[str | None]:
     if name is not None:
         return [name]
-    return [None, *abi.path_names()] if device.type == "cuda" else [None]
+    return [None, *kernel_paths(device)]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -210,7 +210,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="which calls are drawn; fresh ones without it")
     parser.add_argument("--device", type=torch.device, help="cpu or cuda; a GPU if there is one")
     parser.add_argument("--path", help="the one kernel path to run, as doctor names them")
-    parser.add_argument("--largest", type=int, help="most tokens of a call (3000; 300 on a CPU)")
+    parser.add_argument("--largest", type=int, help="most tokens of a call (6000; 300 on a CPU)")
     parser.add_argument("--call", type=Call.from_json, help="run one call, as a failure prints it")
     options = parser.parse_args(arguments)
     if options.device is None:
@@ -218,7 +218,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.device.type not in ("cpu", "cuda"):
         parser.error(f"--device: {options.device} is neither cpu nor cuda")
     if options.largest is None:
-        options.largest = 3000 if options.device.type == "cuda" else 300
+        options.largest = 6000 if options.device.type == "cuda" else 300
     if options.largest < 1:
         parser.error("--largest: needs at least 1")
     if options.seed is None:

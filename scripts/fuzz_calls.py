@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from cases import KINDS
@@ -18,6 +19,8 @@ VALUE_KINDS = tuple(kind for kind in KINDS if not kind.startswith("bound_"))
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _STATES = ("float32", "bfloat16")
 _INTEGERS = ("int64", "int32")
+_LONG = 1536
+"""Tokens of a sequence, on average, from which the path ``segments`` cuts them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +148,17 @@ def draw(rng: random.Random, largest: int, paths: Sequence[str | None]) -> Call:
         name: maybe(0.3, rng.choice(list(LAYOUTS)), layout) for name in ("q", "k", "v", "g", "out")
     }
     initial = maybe(0.65, rng.choice(_STATES))
-    sizes = _draw_sizes(rng, largest)
+    path = rng.choice(paths)
+    if largest >= _LONG and rng.random() < (0.5 if path == "segments" else 0.05):
+        sizes = {**_draw_long_sizes(rng, largest), "heads": rng.randint(1, 3)}
+    else:
+        sizes = _draw_sizes(rng, largest)
+        sizes["heads"] = _draw_heads(rng, sizes, largest)
     return Call(
         **sizes,
         **layouts,
         seed=rng.randrange(2**31),
-        heads=_draw_heads(rng, sizes, largest),
-        path=rng.choice(paths),
+        path=path,
         checkpoints=maybe(0.25, rng.randrange(7)),
         pool=maybe(0.25, rng.randrange(4)),
         spoiled=maybe(0.2, (rng.choice((*TOKEN_INPUTS, "initial")), rng.choice(SPOILED))),
@@ -204,6 +211,21 @@ def _draw_sizes(rng: random.Random, largest: int) -> dict[str, Any]:
     for _ in range(count):
         lengths.append(_draw_length(rng, min(left, 3 if count > 9 else largest)))
         left -= lengths[-1]
+    edges = {name: rng.choice((0, 0, 1, 7, 20)) for name in ("before", "after")}
+    return {"lengths": tuple(lengths), **edges}
+
+
+def _draw_long_sizes(rng: random.Random, largest: int) -> dict[str, Any]:
+    """Sequences of at least _LONG tokens on average, among them short ones."""
+    count = rng.randint(1, min(4, largest // _LONG))
+    tokens = rng.randint(count * _LONG, largest)
+    if rng.random() < 0.4:
+        return {"batch": count, "tokens": tokens // count}
+    short = [_draw_length(rng, 40) for _ in range(rng.randrange(count))]
+    rest = tokens - sum(short)
+    cuts = sorted(rng.randint(0, rest) for _ in range(count - len(short) - 1))
+    lengths = [*short, *(j - i for i, j in pairwise([0, *cuts, rest]))]
+    rng.shuffle(lengths)
     edges = {name: rng.choice((0, 0, 1, 7, 20)) for name in ("before", "after")}
     return {"lengths": tuple(lengths), **edges}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import cases
@@ -12,11 +9,12 @@ import torch
 from cases import Case, Random, poisoned
 from fuzz_calls import TOKEN_INPUTS, Call
 from layouts import BETAS, MARGIN, lay_out, lay_out_state
+from paths import forced
 from torch import Tensor
 
 import flash_kda
+from flash_kda import abi
 from flash_kda.errors import BrokenInstallError
-from flash_kda.ops import PATH_VARIABLE
 
 _SPOILED = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "huge": 3e38}
 _FEW_ROWS = 512
@@ -71,7 +69,7 @@ class Subject:
             )
             arguments["checkpoint_states"] = lay_out_state(states, call.final_layout)
         if call.workspace is not None:
-            size = _workspace_size(call) + call.workspace
+            size = _workspace_size(call, device) + call.workspace
             whole = cases.aligned_bytes(size + 2 * MARGIN, device).fill_(0xFF)
             arguments["workspace"] = whole[MARGIN : MARGIN + size]
         for name, values in (
@@ -184,23 +182,10 @@ def describe(subject: Subject) -> list[str]:
 
 
 def _run(subject: Subject) -> None:
-    with _path(subject.call.path):
+    with forced(subject.call.path):
         flash_kda.fwd(**subject.arguments)
     if subject.case.device.type == "cuda":
         torch.cuda.synchronize(subject.case.device)
-
-
-@contextmanager
-def _path(name: str | None) -> Iterator[None]:
-    before = os.environ.get(PATH_VARIABLE)
-    if name is not None:
-        os.environ[PATH_VARIABLE] = name
-    try:
-        yield
-    finally:
-        os.environ.pop(PATH_VARIABLE, None)
-        if before is not None:
-            os.environ[PATH_VARIABLE] = before
 
 
 def _check_untouched(
@@ -335,9 +320,13 @@ def _draw_offsets(call: Call, rng: Random, spans: list[tuple[int, int]]) -> list
     return sorted(allowed[n] for n in rng.integers(0, len(allowed), call.checkpoints))
 
 
-def _workspace_size(call: Call) -> int:
+def _workspace_size(call: Call, device: torch.device) -> int:
+    sizes = (call.all_tokens, call.heads, call.sequences)
     try:
-        return flash_kda.workspace_size(call.all_tokens, call.heads, call.sequences)
+        if device.type == "cpu":
+            return abi.workspace_size(*sizes)
+        with forced(call.path):
+            return flash_kda.workspace_size(*sizes, device)
     except BrokenInstallError:  # not built: then CPU calls take any size
         return 1024
 

@@ -22,6 +22,7 @@ import flash_kda
 from flash_kda.reference import recurrent_kda
 
 WIDTH = 128
+TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 BASE_SEED = int(os.environ.get("FLASH_KDA_TEST_SEED") or secrets.randbits(31))
 ORDINARY_BOUND = 6e-3
 
@@ -93,6 +94,17 @@ class Case:
     def but(self, **changes: Any) -> Case:
         """The same case with some arguments replaced."""
         return dataclasses.replace(self, **changes)
+
+    def part(self, sequence: int, begin: int, end: int, **changes: Any) -> Case:
+        """Some tokens of one sequence as a case of its own, from that sequence's initial state
+        unless another is given.
+        """
+        row, start, _ = self.spans[sequence]
+        where = (slice(row, row + 1), slice(start + begin, start + end))
+        changes = {name: getattr(self, name)[where] for name in TOKEN_INPUTS} | changes
+        if self.initial_state is not None:
+            changes.setdefault("initial_state", self.initial_state[sequence : sequence + 1])
+        return self.but(**changes, cu_seqlens=None)
 
 
 class Kind(NamedTuple):
@@ -300,6 +312,27 @@ def same_bits(x: Tensor | None, y: Tensor | None) -> bool:
     if x is None or y is None:
         return x is y
     return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bits(x), bits(y))
+
+
+def assert_repeatable(
+    case: Case, times: int, expected: tuple[Tensor, Any] | None = None
+) -> tuple[Tensor, Any]:
+    """Runs of a case give the bits of ``expected``, or of a first run; returns those.
+
+    They are compared on the device, so that they follow each other closely.
+    """
+    if expected is None:
+        expected = forward(case)
+    out, state = (torch.empty_like(x) for x in expected)
+    different = torch.zeros((), dtype=torch.int64, device=case.device)
+    for _ in range(times):
+        bits(out).fill_(-1)
+        bits(state).fill_(-1)
+        forward(case, out=out, final_state=state)
+        same = (bits(out) == bits(expected[0])).all() & (bits(state) == bits(expected[1])).all()
+        different += ~same
+    assert int(different) == 0, f"{int(different)} of {times} runs differ"
+    return expected
 
 
 class Guarded:

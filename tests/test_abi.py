@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_kda import abi, arguments, cpu, errors, loader, ops
+from flash_kda import abi, arguments, cpu, driver, errors, loader, ops
 
 POINTERS = tuple(range(1, 17))
 GEOMETRY = tuple(range(101, 135))
@@ -414,6 +414,22 @@ def test_workspace_size_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.workspace_size(20, 3, 4) == 1000000 * 20 + 3004
     with pytest.raises(ValueError, match="workspace_size: device: got cpu; needs a CUDA device"):
         ops.workspace_size(20, 3, 4, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda", 0])
+def test_workspace_size_of_a_missing_gpu(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, device: Any
+) -> None:
+    monkeypatch.setattr(abi, "_launcher", stand_in.launcher)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loader, "_modules", {})
+    monkeypatch.setattr(driver, "driver_version", _no_driver)
+    with pytest.raises(errors.DriverNotFoundError):
+        ops.workspace_size(20, 3, 4, device)
+
+
+def _no_driver() -> tuple[int, int]:
+    raise driver.DriverUnavailable("no NVIDIA driver: libcuda.so.1: cannot open")
 
 
 BAD_VALUES = {

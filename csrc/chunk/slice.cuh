@@ -16,16 +16,17 @@ struct ChainSlice {
   SequenceRange range;  // with several segments: the tokens of this one
   int head;
   int segment;
+  bool empty;  // the whole sequence, not just the segment
 
   ChainSlice() = default;
   __device__ __forceinline__ ChainSlice(const SequenceRange& sequence, int head)
-      : range(sequence), head(head), segment(0) {}
+      : range(sequence), head(head), segment(0), empty(range.tokens.length == 0) {}
 
   // The segment-th of the parts that the plan cuts every sequence into. They are whole chunks;
   // those past the end of a short sequence are empty.
   __device__ __forceinline__ ChainSlice(const ForwardParams& p, const SequenceRange& sequence,
                                         int head, int segment)
-      : range(sequence), head(head), segment(segment) {
+      : range(sequence), head(head), segment(segment), empty(range.tokens.length == 0) {
     const int step = (chunks_of(range.tokens.length) + p.segments - 1) / p.segments * kChunk;
     const int skipped = min(segment * step, range.tokens.length);
     range.tokens.begin += skipped;
@@ -43,8 +44,10 @@ struct ChainSlice {
   // initial state may be gone already, if both are one tensor; so the first segment's is a copy.
   __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
     if (p.segments == 1) return given(p, row);
-    return segment == 0 ? carried(p, 0, kCarriedMap, row)
-                        : carried(p, segment - 1, kCarriedState, row);
+    // Without tokens the state stays as it is, in every bit; the maps would add its elements to
+    // zeros.
+    return segment == 0 || empty ? carried(p, 0, kCarriedMap, row)
+                                 : carried(p, segment - 1, kCarriedState, row);
   }
 
   // The caller's initial state.

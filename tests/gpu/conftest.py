@@ -6,13 +6,34 @@ import os
 from collections.abc import Iterator
 
 import cases
+import paths
 import pytest
 import torch
+
+DEVICE = os.environ.get("FLASH_KDA_TEST_DEVICE") or "cuda"
+
+
+def _paths() -> list[str | None]:
+    """None, which forces no path, and every path of the tested device.
+
+    Without a GPU or a launcher the tests are skipped, with the reason that tests/conftest.py finds.
+    """
+    try:
+        return [None, *paths.kernel_paths(DEVICE)]
+    except Exception:
+        return [None]
 
 
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device(os.environ.get("FLASH_KDA_TEST_DEVICE") or "cuda")
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(params=_paths(), ids=lambda name: name or "automatic")
+def path(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The kernel path that the test's calls take; None is whichever the plan chooses."""
+    with paths.forced(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import Guarded, assert_accurate, forward, make_case, poisoned, same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("path")]
 
 TOKENS = ("q", "k", "v", "g", "beta")
 

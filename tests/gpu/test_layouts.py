@@ -20,7 +20,7 @@ from layouts import (
 )
 from torch import Tensor
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("path")]
 
 INPUTS = ("q", "k", "v", "g")
 D = cases.WIDTH

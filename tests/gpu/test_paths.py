@@ -1,33 +1,52 @@
-"""Every kernel path, forced through FLASH_KDA_PATH: accurate, isolated and repeatable."""
+"""Every kernel path, forced through FLASH_KDA_PATH: accurate, and with the card filled many times.
+
+What else all paths must hold is in the other files, which also run on each of them.
+"""
 
 from __future__ import annotations
 
-import math
+import itertools
 
 import cases
+import paths
 import pytest
 import torch
-from cases import KINDS, assert_accurate, forward, make_case, same_bits
+from cases import KINDS, assert_accurate, assert_repeatable, forward, make_case, same_bits
 
-from flash_kda import abi
+from flash_kda import abi, loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
+on_each_path = pytest.mark.usefixtures("path")
+# More chains than any card has multiprocessors, in sequences of up to five chunks.
+CROWD = tuple(n * 7 % 71 for n in range(60))
 
 
-def _path_names() -> tuple[str, ...]:
-    try:
-        return abi.path_names()
-    except Exception:
-        # Without a launcher the tests are skipped, with the reason that conftest.py finds.
-        return ("none",)
+def test_paths_of_this_gpu(device: torch.device) -> None:
+    """The Hopper family where it belongs, and nowhere else."""
+    index = torch.device("cuda", torch.cuda.current_device())
+    assert loader.module_for(index).gpu == paths.planning_facts(device)
+    names = paths.kernel_paths(device)
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        assert names == list(abi.path_names())
+    else:
+        assert names == ["portable_v128", "portable_v64", "portable_v32"]
 
 
-@pytest.fixture(params=_path_names(), autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("FLASH_KDA_PATH", request.param)
-    return request.param
+def test_paths_of_other_gpus_are_refused(rng: cases.Random) -> None:
+    others = set(abi.path_names()) - set(paths.kernel_paths(rng.device))
+    case = make_case(rng, tokens=20)
+    out = torch.zeros_like(case.v)
+    for name in others:
+        with (
+            paths.forced(name),
+            pytest.raises(ValueError, match=rf"path {name} needs .* capability 9\.0"),
+        ):
+            forward(case, out=out)
+    assert not out.any()
+    assert_accurate(case, *forward(case))
 
 
+@on_each_path
 @pytest.mark.parametrize("initial", [None, torch.float32, torch.bfloat16])
 def test_lengths(rng: cases.Random, initial: torch.dtype | None) -> None:
     lengths = (*range(100), 127, 128, 129, 200)
@@ -36,6 +55,7 @@ def test_lengths(rng: cases.Random, initial: torch.dtype | None) -> None:
         assert_accurate(case, *forward(case, final_state=final))
 
 
+@on_each_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_input(rng: cases.Random, kind: str) -> None:
     case = make_case(rng, kind, lengths=(300, 0, 130, 1, 77), heads=3)
@@ -44,66 +64,50 @@ def test_kinds_of_input(rng: cases.Random, kind: str) -> None:
     assert_accurate(case, *forward(case), **KINDS[kind].bounds)
 
 
+@on_each_path
 @pytest.mark.parametrize("heads", [1, 7, 64, 200])
 def test_heads(rng: cases.Random, heads: int) -> None:
     case = make_case(rng, batch=2, tokens=40, heads=heads)
     assert_accurate(case, *forward(case))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [{"tokens": 300, "heads": 5}, {"lengths": (1, 0, 50, 333, 16, 100)}],
-    ids=["one_sequence", "packed"],
-)
-def test_repeats_are_equal_bit_for_bit(rng: cases.Random, shape: dict) -> None:
-    case = make_case(rng, **shape)
-    expected = forward(case)
-    assert_accurate(case, *expected)
-    for _ in range(20):
-        out, state = forward(case)
-        assert same_bits(out, expected[0]) and same_bits(state, expected[1])
-
-
+@on_each_path
 def test_two_ctas_on_a_multiprocessor(rng: cases.Random) -> None:
     """Hundreds of runs of a shape whose CTAs share multiprocessors are equal bit for bit.
 
     Once a stage was refilled while loads from it were under way: a third of these runs differed.
     """
     case = make_case(rng, lengths=(130, 54, 204, 96, 27, 306), heads=32, initial_state=None)
-    expected = forward(case)
-    out, state = (torch.empty_like(x) for x in expected)
-    different = torch.zeros((), dtype=torch.int64, device=case.device)
-    for _ in range(500):
-        out.fill_(math.nan)
-        forward(case, out=out, final_state=state)
-        different += (out != expected[0]).any() | (state != expected[1]).any()
-    assert int(different) == 0
+    assert_repeatable(case, 500)
 
 
-def test_nan_stays_in_its_sequence(rng: cases.Random) -> None:
-    case = make_case(rng, lengths=(20, 30, 40, 1), before=3, after=3)
-    expected = forward(case)
-    for name in ("q", "k", "v", "g", "beta"):
-        x = getattr(case, name)
-        x[:, :3] = math.nan
-        x[:, 23:53] = math.nan
-        x[:, -3:] = math.nan
-    out, state = forward(case)
-    for n, (_, i, j) in enumerate(case.spans):
-        if n != 1:
-            assert same_bits(out[:, i:j], expected[0][:, i:j])
-            assert same_bits(state[n], expected[1][n])
+@on_each_path
+@pytest.mark.parametrize("lengths", [CROWD, None], ids=["packed", "batch"])
+def test_many_more_chains_than_multiprocessors(
+    rng: cases.Random, lengths: tuple[int, ...] | None
+) -> None:
+    """Every cluster or CTA works on chain after chain, of changing lengths, none of them lost."""
+    shape = {"batch": 60, "tokens": 37} if lengths is None else {"lengths": lengths, "before": 2}
+    case = make_case(rng, heads=48, **shape)
+    assert_accurate(case, *assert_repeatable(case, 20))
 
 
-def test_tokens_do_not_depend_on_later_ones(rng: cases.Random) -> None:
-    case, other = (make_case(rng, tokens=150) for _ in range(2))
-    out, _ = forward(case)
-    for cut in (1, 15, 16, 17, 33, 64, 149):
-        changes = {
-            name: torch.cat((getattr(case, name)[:, :cut], getattr(other, name)[:, cut:]), 1)
-            for name in ("q", "k", "v", "g", "beta")
-        }
-        assert same_bits(forward(case.but(**changes))[0][:, :cut], out[:, :cut])
+@on_each_path
+def test_two_streams_that_both_fill_the_card(rng: cases.Random) -> None:
+    """Whichever clusters find no room at first, because the other call's hold it, come later."""
+    work = [make_case(rng, lengths=CROWD, heads=32), make_case(rng, batch=2, tokens=1700, heads=2)]
+    expected = [forward(case) for case in work]
+    streams = [torch.cuda.Stream() for _ in work]
+    torch.cuda.synchronize()
+    results = []
+    for _, (n, stream) in itertools.product(range(15), enumerate(streams)):
+        with torch.cuda.stream(stream):
+            results.append((n, forward(work[n])))
+    torch.cuda.synchronize()
+    for n, (out, state) in results:
+        assert same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])
+    for case, result in zip(work, expected, strict=True):
+        assert_accurate(case, *result)
 
 
 def test_unknown_path(rng: cases.Random, monkeypatch: pytest.MonkeyPatch) -> None:

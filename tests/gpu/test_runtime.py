@@ -8,12 +8,20 @@ from typing import Any
 import cases
 import pytest
 import torch
-from cases import Guarded, assert_accurate, forward, make_case, poisoned, same_bits
+from cases import (
+    Guarded,
+    assert_accurate,
+    assert_repeatable,
+    forward,
+    make_case,
+    poisoned,
+    same_bits,
+)
 from torch import Tensor
 
 import flash_kda
 
-pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
+pytestmark = [pytest.mark.gpu, pytest.mark.cuda, pytest.mark.usefixtures("path")]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one_token": {"tokens": 1},
@@ -21,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "batch": {"batch": 3, "tokens": 33},
     "packed": {"lengths": (40, 0, 1, 77, 16), "before": 2, "after": 9},
     "many_sequences": {"lengths": (1,) * 100},
+    "long_sequences": {"lengths": (2100, 0, 3000)},
 }
 each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
 
@@ -77,21 +86,14 @@ def test_memory_from_torch_holds_nan(rng: cases.Random) -> None:
 @each_shape
 def test_repeats_are_equal_bit_for_bit(rng: cases.Random, shape: dict) -> None:
     case = make_case(rng, **shape)
-    expected = forward(case)
-    assert_accurate(case, *expected)
-    for _ in range(20):
-        out, state = forward(case)
-        assert same_bits(out, expected[0]) and same_bits(state, expected[1])
+    assert_accurate(case, *assert_repeatable(case, 20))
 
 
 def test_larger_repeats_are_equal_bit_for_bit(rng: cases.Random) -> None:
     """Enough work to fill the GPU several times over."""
     case = make_case(rng, lengths=(1300, 547, 48, 963, 271, 1500), heads=32)
-    expected = forward(case)
+    expected = assert_repeatable(case, 10)
     assert torch.isfinite(expected[0]).all() and torch.isfinite(expected[1]).all()
-    for _ in range(10):
-        out, state = forward(case)
-        assert same_bits(out, expected[0]) and same_bits(state, expected[1])
 
 
 def test_runs_on_the_current_stream(rng: cases.Random) -> None:

@@ -1,0 +1,48 @@
+"""Which kernel paths a GPU has, and calls on one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flash_kda import abi
+from flash_kda.ops import PATH_VARIABLE
+
+
+def kernel_paths(device: torch.device | str) -> list[str]:
+    """Names of the paths that can be forced on this device; none of a CPU."""
+    if torch.device(device).type != "cuda":
+        return []
+    launcher = abi.launcher()
+    gpu = planning_facts(device)
+    names = []
+    for path, name in enumerate(launcher.path_names):
+        try:
+            launcher.plan(1, 1, 1, gpu, path)
+        except ValueError:
+            continue
+        names.append(name)
+    return names
+
+
+def planning_facts(device: torch.device | str) -> abi.Gpu:
+    """As torch tells them."""
+    properties = torch.cuda.get_device_properties(device)
+    return abi.Gpu(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+@contextmanager
+def forced(name: str | None) -> Iterator[None]:
+    """Calls inside take the path of this name; None changes nothing."""
+    before = os.environ.get(PATH_VARIABLE)
+    if name is not None:
+        os.environ[PATH_VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(PATH_VARIABLE, None)
+        if before is not None:
+            os.environ[PATH_VARIABLE] = before
