@@ -185,8 +185,8 @@ def test_cuda_graph_with_other_sequence_bounds(rng: cases.Random, workspace: str
         given = cases.aligned_bytes(workspace_bytes(case), case.device)
     out = torch.empty_like(case.v)
     state = torch.empty_like(case.initial_state)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    torch.cuda.synchronize()  # what fills the inputs and the workspace runs on this stream
+    with torch.cuda.stream(torch.cuda.Stream()):
         forward(case, out=out, final_state=state, workspace=given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -346,6 +346,7 @@ def test_cuda_graph_with_other_sequence_bounds(rng: cases.Random) -> None:
     case = make_case(rng, lengths=(3000, 100, 2900))
     segments_of(case)
     out, state = torch.empty_like(case.v), torch.empty_like(case.initial_state)
+    torch.cuda.synchronize()  # what fills the inputs runs on this stream
     with torch.cuda.stream(torch.cuda.Stream()):
         forward(case, out=out, final_state=state)
     torch.cuda.synchronize()
