@@ -1,0 +1,144 @@
+"""Every check that needs a GPU, one after the other, each under a time limit.
+
+    python scripts/gpu_checks.py --out logs [--parts tests,sanitizer] [--wheel dist/pypi]
+
+Needs flash_kda, torch and pytest; what else a part needs (pytest-xdist, compute-sanitizer,
+flash-linear-attention) is missed with a line that says so. Each part writes its own log. Exit
+status 0 if every part that ran is well. docs/testing.md tells what each takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLA_TESTS = ("tests/gpu/test_fla.py", "tests/gpu/test_fla_backend.py")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PROCESSES = 8
+"""How many share the GPU in the tests: they wait for small kernels most of the time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of a check."""
+
+    check: str
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    needs: str | None = None
+    """What is missing to run it; None if nothing is."""
+
+
+def module_missing(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"the Python module {name}"
+
+
+def program_missing(name: str) -> str | None:
+    return None if shutil.which(name) else f"{name} on PATH"
+
+
+def parts(wheel: Path | None) -> Iterator[Part]:
+    """All of them, the quick and telling ones first."""
+    python = sys.executable
+    pytest = (python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    shared = () if module_missing("xdist") else ("-n", str(PROCESSES))
+    skipped = tuple(f"--ignore={path}" for path in FLA_TESTS)
+    yield Part("tests", "tests", (*pytest, "tests/gpu", *skipped, *shared), 600)
+    fla = module_missing("fla")
+    yield Part("fla", "fla", (*pytest, *FLA_TESTS), 600, fla)
+    smoke = (python, "scripts/gpu_smoke.py", *(("--wheel", str(wheel)) if wheel else ()))
+    yield Part("smoke", "smoke", smoke, 120)
+    for tool in SANITIZERS:
+        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", python)
+        yield Part(
+            "sanitizer",
+            tool,
+            (*command, "scripts/small_calls.py"),
+            120,
+            program_missing("compute-sanitizer"),
+        )
+    yield Part("fuzz", "fuzz", (python, "scripts/fuzz.py", "--seconds", "60", "--seed", "1"), 120)
+    yield Part("bench", "bench", (python, "scripts/bench.py"), 600)
+    yield Part("layer", "layer", (python, "scripts/bench_layer.py", "--publish"), 300, fla)
+    yield Part("accuracy", "accuracy", (python, "scripts/accuracy.py", "--publish"), 300)
+
+
+def run(part: Part, log: Path) -> str:
+    """Run one part; returns "ok", or what happened instead.
+
+    The time limit ends all processes that the part has started: one that lives on would disturb
+    the next part's times.
+    """
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            part.command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(part.limit_s)
+            answer = "ok" if status == 0 else f"exit status {status}"
+        except subprocess.TimeoutExpired:
+            answer = f"ended after {part.limit_s:.0f} s"
+        finally:
+            end_group(process.pid)
+            process.wait()
+    return answer
+
+
+def end_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all have ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder for the logs")
+    parser.add_argument("--parts", help="checks to run, comma-separated (default: all)")
+    parser.add_argument("--wheel", type=Path, help="wheel, or folder of wheels, for the smoke test")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    arguments = parser.parse_args(argv)
+    known = list(parts(arguments.wheel.resolve() if arguments.wheel else None))
+    names = list(dict.fromkeys(part.check for part in known))
+    chosen = arguments.parts.split(",") if arguments.parts else names
+    if unknown := sorted(set(chosen) - set(names)):
+        parser.error(f"--parts: got {', '.join(unknown)}, needs some of {', '.join(names)}")
+    if arguments.out is None and not arguments.list:
+        parser.error("--out names the folder for the logs")
+    failed = False
+    for part in known:
+        if part.check not in chosen:
+            continue
+        if arguments.list:
+            print(f"{part.name:10} {' '.join(part.command)}")
+        elif part.needs:
+            print(f"{part.name:10} not run: it needs {part.needs}", flush=True)
+        else:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            begin = time.monotonic()
+            answer = run(part, arguments.out / f"{part.name}.log")
+            failed |= answer != "ok"
+            print(f"{part.name:10} {time.monotonic() - begin:6.1f} s  {answer}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""One small call of every kernel path that this GPU has, compared with the float64 recurrence.
+
+For compute-sanitizer, under which larger ones take too long:
+
+    compute-sanitizer --tool memcheck python scripts/small_calls.py [PATH ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# Appended, so that an installed flash_kda wins over the source tree, which may not be built.
+sys.path[1:1] = [str(ROOT / "tests")]
+
+import cases  # noqa: E402
+import paths  # noqa: E402
+
+PACKED = (40, 0, 1, 33, 76)
+CUT = (4700, 7)
+"""Enough tokens a sequence for `segments` to cut each in three, on any Hopper card."""
+
+
+def check(name: str | None, device: torch.device) -> None:
+    """Call on a path, or on the chosen one; AssertionError if it is not accurate."""
+    case = cases.make_case(
+        cases.Random(str(name), device),
+        heads=2,
+        lengths=CUT if name == "segments" else PACKED,
+        initial_state=torch.float32,
+    )
+    with paths.forced(name):
+        out, state = cases.forward(case)
+    # The reference is thousands of small kernels: under a sanitizer, not on the GPU.
+    host = case.but(**{key: x.cpu() for key, x in case.tensors().items()})
+    cases.assert_accurate(host, out.cpu(), state.cpu())
+
+
+def main(names: list[str]) -> int:
+    if not torch.cuda.is_available():
+        print("small_calls.py: there is no GPU", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    for name in names or paths.kernel_paths(device):
+        check(name, device)
+        print(f"{name}: well", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

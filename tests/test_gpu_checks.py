@@ -1,0 +1,96 @@
+"""scripts/gpu_checks.py and scripts/small_calls.py, as far as they go without a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import gpu_checks  # noqa: E402
+import small_calls  # noqa: E402
+
+
+def part(*command: str, limit_s: float = 30, needs: str | None = None) -> gpu_checks.Part:
+    return gpu_checks.Part("made", "made", (sys.executable, *command), limit_s, needs)
+
+
+def test_every_command_exists() -> None:
+    for each in gpu_checks.parts(None):
+        for word in each.command:
+            path = word.removeprefix("--ignore=")
+            if path.startswith(("scripts/", "tests/")):
+                assert (SCRIPTS.parent / path).exists(), each
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_checks.main(["--list", "--parts", "sanitizer,smoke", "--wheel", "dist"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["smoke", *gpu_checks.SANITIZERS]
+    assert lines[0].endswith(f"--wheel {Path('dist').resolve()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--out", "x", "--parts", "test"], "--parts: got test, needs some of"), ([], "--out names")],
+)
+def test_misuse(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        gpu_checks.main(arguments)
+    assert stop.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [part("-c", "print('fine')"), part("-c", "raise SystemExit(3)"), part(needs="a thing")]
+    monkeypatch.setattr(gpu_checks, "parts", lambda wheel: iter(made))
+    assert gpu_checks.main(["--out", str(tmp_path / "logs")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1] for line in lines[:2]] == ["ok", "exit status 3"]
+    assert lines[2].endswith("not run: it needs a thing")
+    made.pop(1)
+    assert gpu_checks.main(["--out", str(tmp_path / "logs")]) == 0
+    assert (tmp_path / "logs" / "made.log").read_text() == "fine\n"
+
+
+def test_the_limit_ends_what_a_part_has_started(tmp_path: Path) -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    child = f"""
+import subprocess, time
+process = subprocess.Popen({sleeper!r})
+open({str(tmp_path / "pid")!r}, "w").write(str(process.pid))
+time.sleep(60)
+"""
+    begin = time.monotonic()
+    assert gpu_checks.run(part("-c", child, limit_s=3), tmp_path / "log") == "ended after 3 s"
+    assert time.monotonic() - begin < 20
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        if state == "Z":
+            return  # ended; whoever inherited it has not looked yet
+        time.sleep(0.05)
+    pytest.fail("the part's child is still running")
+
+
+def test_small_calls_on_the_cpu() -> None:
+    small_calls.check(None, torch.device("cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_small_calls_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert small_calls.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
