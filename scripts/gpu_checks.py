@@ -10,6 +10,7 @@ status 0 if every part that ran is well. docs/testing.md tells what each takes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -101,10 +102,8 @@ def run(part: Part, log: Path) -> str:
 
 
 def end_group(leader: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
