@@ -2,19 +2,22 @@
 // prints what every warp is given to do. The launcher, the kernels' outlines and their index
 // arithmetic are those of csrc; what computes, copies and waits is replaced (the other files here).
 //
-// Reads a Request, the call's arguments and seven arrays, each after its size in bytes.
+// Reads a Request, the call's arguments and six arrays, each after its size in bytes.
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
-#include "device.h"
 #include "host/driver.h"
 #include "host/error.h"
 #include "host/flash_kda.h"
 #include "host/launch.h"
 #include "host/module.h"
+
+// Last: it makes some words of the language macros.
+#include "device.h"
 #include "sm90/segments.cuh"
 
 namespace {
