@@ -106,6 +106,13 @@ def build(source: str, output: Path, *options: str) -> Path:
     return output
 
 
+def link(sources: list[Path], program: Path, *options: str) -> Path:
+    """Compile a program from several files."""
+    command = [compiler(), "-std=c++17", "-O1", *options, *map(str, sources)]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    return program
+
+
 def run(source: str, folder: Path) -> str:
     """Compile and run a program; returns what it prints."""
     file, program = folder / "program.cpp", folder / "program"

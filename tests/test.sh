@@ -54,7 +54,7 @@ say "Formats, lint and types"
 export PATH=$environment/bin:$PATH
 ruff check .
 ruff format --check .
-find csrc -regex '.*\.\(cu\|cuh\|h\|hpp\|cpp\|inl\)' -print0 |
+find csrc tests/slices -regex '.*\.\(cu\|cuh\|h\|hpp\|cpp\|inl\)' -print0 |
   xargs -0 clang-format --dry-run -Werror
 mypy
 

@@ -1,0 +1,20 @@
+// Stands in for the warps that complete records: records the chunks they would complete.
+#pragma once
+
+#include "sm90/walk.h"
+
+namespace flash_kda::sm90 {
+
+template <const FusedShape& kShape, bool kQueries>
+class SolverWarp {
+ public:
+  SolverWarp(const ForwardParams& p, FusedSmem<kShape>&, int cta, int solver, int)
+      : walk_(p, cta + kShape.cluster * solver) {}
+
+  void run() { record_walk(walk_); }
+
+ private:
+  ChunkWalk<kShape.cluster, kShape.cluster * kShape.solvers, kShape.stages> walk_;
+};
+
+}  // namespace flash_kda::sm90

@@ -1,0 +1,707 @@
+"""Which tokens, states and checkpoints each warp of the path that cuts sequences works on.
+
+``tests/slices`` runs the launcher and the kernels' outlines and index arithmetic on the CPU, each
+warp as 32 threads, and lists what every warp of every cluster is given to do. Here that is compared
+with what the call asks for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import random
+import re
+import struct
+import subprocess
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import native
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_kda import abi
+
+CHUNK, DIM = 16, 128
+STATE_BYTES = 4 * DIM * DIM
+STATE_MAP = ("state", "map")  # of a segment in the workspace; of the first one the map is a copy
+LIST_ALL, LIST_CHAINS, COMBINE, COUNT = range(4)
+FLOAT32, BFLOAT16, INT32, INT64 = 1, 2, 5, 6
+ELEMENT = {FLOAT32: 4, BFLOAT16: 2}
+INTEGER = {INT32: np.int32, INT64: np.int64}
+Event = list[Any]
+
+CSRC = native.ROOT / "csrc"
+STAND_INS = native.ROOT / "tests" / "slices"
+LARGEST = 2**31 - 32  # tokens of a call
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape of csrc/launch_shapes.h, as the list of who does what in a CTA."""
+
+    warps: int
+    solvers: int
+    groups: int
+    stages: int = 12
+    cluster: int = 2
+
+    @property
+    def first_rows_warp(self) -> int:
+        return self.warps + self.solvers
+
+    @property
+    def all_warps(self) -> int:
+        return self.first_rows_warp + 4 * self.groups
+
+
+SHAPES = {"affine": Shape(8, 4, 1), "fused": Shape(4, 4, 2)}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A tensor of states: where it is, and its strides in elements."""
+
+    base: int
+    slots: int
+    dtype: int = FLOAT32
+    slot_stride: int = DIM * DIM * 8
+    head_stride: int = DIM * DIM
+
+    def state(self, slot: int, head: int, row: int) -> Event | None:
+        """Address, dtype and whether pairs are aligned; None: nowhere."""
+        if not 0 <= slot < self.slots:
+            return None
+        element = ELEMENT[self.dtype]
+        offset = slot * self.slot_stride + head * self.head_stride + row * DIM
+        pairs = (self.base, self.slot_stride * element, self.head_stride * element)
+        return [
+            self.base + element * offset,
+            self.dtype,
+            int(all(x % (2 * element) == 0 for x in pairs)),
+        ]
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A tensor of integers. What lies between its elements would be an offset, too."""
+
+    values: list[int]
+    dtype: int = INT64
+    stride: int = 1
+
+    def memory(self) -> bytes:
+        if not self.values:
+            return b""
+        memory = np.full((len(self.values) - 1) * self.stride + 1, CHUNK, INTEGER[self.dtype])
+        memory[:: self.stride] = self.values
+        return memory.tobytes()
+
+
+@dataclass(frozen=True)
+class Call:
+    """Sequences and what is kept of them. ``bounds`` makes a packed batch of one row."""
+
+    heads: int
+    batch: int = 1
+    tokens: int = 0
+    bounds: list[int] | None = None
+    initial: Pool | None = None
+    final: Pool | None = None
+    slots: Integers | None = None
+    offsets: Integers | None = None
+    checkpoint: Pool | None = None
+    order: int = 0  # a seed for that of packed sequences; any is allowed
+    v_stride: tuple[int, int, int] = (2**33, 1536, 128)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(row, begin, length) of each sequence."""
+        if self.bounds is None:
+            return [(row, 0, self.tokens) for row in range(self.batch)]
+        return [(0, begin, end - begin) for begin, end in pairwise(self.bounds)]
+
+
+V, OUT = 2**44, 2**45
+
+
+def chunks_of(tokens: int) -> int:
+    return -(-tokens // CHUNK)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not CSRC.is_dir():
+        pytest.skip("needs the sources of the kernels")
+    host = [CSRC / "host" / f"{name}.cpp" for name in ("launch", "plan", "error")]
+    return native.link(
+        [STAND_INS / "program.cpp", *host],
+        tmp_path_factory.mktemp("slices") / "slices",
+        f"-I{STAND_INS}",  # before what it replaces
+        f"-I{CSRC}",
+        "-fsanitize=signed-integer-overflow,integer-divide-by-zero,shift",
+        "-fsanitize-undefined-trap-on-error",
+    )
+
+
+def execute(
+    program: Path, mode: int, numbers: tuple[int, int, int], args: bytes, *arrays: bytes
+) -> bytes:
+    parts = [struct.pack("<4i", mode, *numbers), args]
+    parts += [struct.pack("<q", len(array)) + array for array in arrays]
+    done = subprocess.run(
+        [str(program)], input=b"".join(parts), capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr.decode()}"
+    return done.stdout
+
+
+def run(
+    program: Path,
+    call: Call,
+    sms: int = 132,
+    segments: int = 0,
+    clusters: int = 1,
+    mode: int = LIST_ALL,
+    carried: bytes = b"",
+) -> bytes:
+    """As planned for a GPU of ``sms``, or in ``segments`` on so many ``clusters``."""
+    spans, packed = call.spans, call.bounds is not None
+    starts = np.array(call.bounds if packed else [], np.int32)
+    before = np.cumsum([0, *(chunks_of(length) for *_, length in spans)])
+    before = before.astype(np.int32) if packed else starts
+    order = list(range(len(spans))) if packed else []
+    random.Random(call.order).shuffle(order)
+
+    slots, offsets = call.slots or Integers([]), call.offsets or Integers([])
+    initial, final, checkpoint = (
+        x or Pool(0, len(spans), 0) for x in (call.initial, call.final, call.checkpoint)
+    )
+    kept = (initial, final, checkpoint)
+    no_stride = (0, 0, 0)
+    args = abi.ARGS.pack(
+        *(1, 1, V, 1, 1, OUT, 1, 1, initial.base, final.base, int(packed), 0, 0, checkpoint.base),
+        *(0, 0),  # workspace, stream
+        *(0, call.batch, call.tokens, call.heads, len(spans), initial.slots, final.slots),
+        len(offsets.values),
+        *(*no_stride, *no_stride, *call.v_stride, *no_stride, *call.v_stride, *no_stride),
+        *(x for pool in kept for x in (pool.slot_stride, pool.head_stride)),
+        *(1, slots.stride, offsets.stride, 1.0, -1.0),
+        *(BFLOAT16, FLOAT32, FLOAT32, initial.dtype, final.dtype, INT64),
+        *(slots.dtype, offsets.dtype, checkpoint.dtype, 1, 0, 0),
+    )
+    arrays = (slots.memory(), offsets.memory(), starts, before, np.array(order, np.int32), carried)
+    data = [x if isinstance(x, bytes) else x.tobytes() for x in arrays]
+    return execute(program, mode, (sms, segments, clusters), args, *data)
+
+
+@dataclass
+class Job:
+    """What one warp of a chain does for one segment and head."""
+
+    sequence: int
+    head: int
+    segment: int
+    tokens: tuple[int, int, int]
+    has_values: int
+    v: int
+    out: int
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        return self.sequence, self.head, self.segment
+
+
+def jobs_of(events: list[Event]) -> list[Job]:
+    jobs: list[Job] = []
+    for kind, *rest in events:
+        if kind == "job":
+            sequence, head, segment, row, begin, length, *places = rest
+            jobs.append(Job(sequence, head, segment, (row, begin, length), *places))
+        else:
+            # An absent state has no address.
+            absent = kind in ("load", "store") and rest[1] == 0
+            jobs[-1].events.append([kind, None] if absent else [kind, *rest])
+    return jobs
+
+
+class Expected:
+    """What a call asks for, of a result's segments and workspace."""
+
+    def __init__(self, call: Call, result: dict[str, Any], segments: int) -> None:
+        self.call, self.segments = call, segments
+        self.spans = call.spans
+        self.carried_base = result["workspace"] + result["schedule_bytes"]
+        self.end = result["workspace"] + result["workspace_bytes"]
+        # Chunks of each segment of each sequence: even parts, the later ones of short sequences
+        # empty.
+        self.parts: list[list[range]] = []
+        for *_, length in self.spans:
+            chunks = range(chunks_of(length))
+            step = -(-len(chunks) // segments)
+            parts = [chunks[n * step : (n + 1) * step] for n in range(segments)]
+            assert sum(map(len, parts)) == len(chunks)
+            self.parts.append(parts)
+
+    def tokens(self, sequence: int, segment: int) -> tuple[int, int, int]:
+        row, begin, length = self.spans[sequence]
+        chunks = self.parts[sequence][segment]
+        if not chunks:
+            return row, begin + length, 0
+        first, end = CHUNK * chunks.start, min(CHUNK * chunks.stop, length)
+        return row, begin + first, end - first
+
+    def carried(self, sequence: int, head: int, segment: int, which: str, row: int) -> Event:
+        """[N][H][segments - 1][state, map][V][K] after the schedule."""
+        assert 0 <= segment < self.segments - 1
+        chain = sequence * self.call.heads + head
+        index = 2 * (chain * (self.segments - 1) + segment) + STATE_MAP.index(which)
+        address = self.carried_base + index * STATE_BYTES
+        assert address + STATE_BYTES <= self.end
+        return [address + 4 * DIM * row, FLOAT32, 1]
+
+    def state(self, pool: Pool | None, sequence: int, head: int, row: int) -> Event:
+        if pool is None:
+            return [None]
+        slots = self.call.slots
+        slot = sequence if slots is None else slots.values[sequence]
+        return pool.state(slot, head, row) or [None]
+
+    def checkpoints(self, sequence: int, segment: int) -> list[tuple[int, int]]:
+        """(row, chunks of the segment before it); offsets ascend."""
+        if self.call.checkpoint is None or self.call.offsets is None:
+            return []
+        row, begin, length = self.spans[sequence]
+        chunks = self.parts[sequence][segment]
+        found = []
+        for index, offset in enumerate(self.call.offsets.values):
+            tokens = offset - row * self.call.tokens - begin
+            if 0 < tokens <= length and (tokens % CHUNK == 0 or tokens == length):
+                end = chunks_of(tokens)
+                if end - 1 in chunks:  # the segment has the last chunk before it
+                    found.append((index, end - chunks.start))
+        return found
+
+    def affine(self, job: Job, cta: int, row: int) -> list[Event]:
+        events: list[Event]
+        which, carried = STATE_MAP[cta], (*job.name, STATE_MAP[cta], row)
+        if job.segment == 0:
+            events = [["load", *self.state(self.call.initial, job.sequence, job.head, row)]]
+            if which == "map":
+                events.append(["store", *self.carried(*carried)])
+        else:
+            events = [["identity", row] if which == "map" else ["load", None]]
+        events.append(["run", len(self.parts[job.sequence][job.segment])])
+        if job.segment > 0 or which == "state":
+            events.append(["store", *self.carried(*carried)])
+        return events
+
+    def fused(self, job: Job, row: int, kept: bool = True) -> list[Event]:
+        """With the checkpoints or without."""
+        sequence, head, segment = job.name
+        if self.segments == 1:
+            initial = self.state(self.call.initial, sequence, head, row)
+        elif segment == 0 or self.spans[sequence][2] == 0:
+            initial = self.carried(sequence, head, 0, "map", row)
+        else:
+            initial = self.carried(sequence, head, segment - 1, "state", row)
+        events: list[Event] = [["load", *initial]]
+        for index, chunks in self.checkpoints(sequence, segment) if kept else []:
+            assert self.call.checkpoint is not None
+            state = self.call.checkpoint.state(index, head, row)
+            assert state is not None
+            events += [["run", chunks], ["store", *state]]
+        events += [["run", len(self.parts[sequence][segment])], ["finish"]]
+        last = segment == self.segments - 1
+        final = self.state(self.call.final, sequence, head, row) if last else [None]
+        return [*events, ["store", *final]]
+
+
+def check(call: Call, result: dict[str, Any], segments: int, exact: bool = True) -> None:
+    """All launches; without ``exact`` offsets do not ascend, and only some are kept."""
+    expected = Expected(call, result, segments)
+    names = ["schedule"] * (call.bounds is not None)
+    names += ["affine"] * (segments > 1) + ["combine"] * (segments > 2) + ["fused"]
+    launches = result["launches"]
+    assert [launch["kernel"] for launch in launches] == names
+    for launch in launches:
+        chains = call.heads * len(call.spans)
+        if launch["kernel"] == "combine":
+            assert (launch["ctas"], launch["threads"]) == (16 * chains, DIM)
+        if launch["kernel"] not in SHAPES:
+            continue
+        assert launch["segments"] == segments
+        assert launch["job_segments"] == segments - (launch["kernel"] == "affine")
+        assert launch["jobs"] == chains * launch["job_segments"]
+        assert launch["carried"] == expected.carried_base
+        shape = SHAPES[launch["kernel"]]
+        assert launch["threads"] == 32 * shape.all_warps
+        check_launch(expected, launch, shape, exact)
+    if result["chunks"]:  # of all, and of three past the last one
+        whole = [
+            [row, begin + CHUNK * chunk, min(CHUNK, length - CHUNK * chunk)]
+            for row, begin, length in call.spans
+            for chunk in range(chunks_of(length))
+        ]
+        assert result["chunks"] == [*whole, *[[0, 0, 0]] * 3]
+
+
+def check_launch(expected: Expected, launch: dict[str, Any], shape: Shape, exact: bool) -> None:
+    call, affine = expected.call, launch["kernel"] == "affine"
+    done: list[tuple[int, int, int]] = []
+    warps = {(x["cta"], x["warp"]): x["events"] for x in launch["warps"]}
+    for cluster in range(launch["ctas"] // shape.cluster):
+        mine = {
+            (cta, warp): warps[shape.cluster * cluster + cta, warp]
+            for cta in range(shape.cluster)
+            for warp in range(shape.all_warps)
+            if (shape.cluster * cluster + cta, warp) in warps
+        }
+        jobs = jobs_of(mine[0, 0])
+        done += [job.name for job in jobs]
+        for (cta, warp), events in mine.items():
+            if warp >= shape.warps:
+                continue
+            # Every warp of the chain has all jobs, in the same order, and rows of its own.
+            row = 16 * warp + (0 if affine else 64 * cta)
+            own = jobs_of(events)
+            assert [job.name for job in own] == [job.name for job in jobs]
+            for job in own:
+                tokens = expected.tokens(job.sequence, job.segment)
+                assert job.tokens == tokens
+                assert job.has_values == (not affine or cta == 0)
+                places = (tokens[0], tokens[1], job.head)
+                offset = 2 * (row + sum(x * y for x, y in zip(places, call.v_stride, strict=True)))
+                assert (job.v, job.out) == (V + offset, OUT + offset)
+                if affine:
+                    assert job.events == expected.affine(job, cta, row)
+                elif exact:
+                    assert job.events == expected.fused(job, row)
+                else:
+                    check_unordered(expected, job, row)
+        if len(mine) == shape.cluster * shape.all_warps:
+            check_walks(expected, jobs, mine, shape)
+    # Every job once, over all clusters.
+    segments = launch["job_segments"]
+    every = [
+        (sequence, head, segment)
+        for sequence in range(len(expected.spans))
+        for head in range(call.heads)
+        for segment in range(segments)
+    ]
+    assert sorted(done) == every
+
+
+def check_unordered(expected: Expected, job: Job, row: int) -> None:
+    """Whatever is kept is a state that its offset names, once at most."""
+    first, *middle = job.events
+    kept, rest = middle[:-3], middle[-3:]
+    assert [first, *rest] == expected.fused(job, row, kept=False)
+    sequence, head, segment = job.name
+    allowed = set(expected.checkpoints(sequence, segment))
+    done = 0
+    for (run_kind, chunks), store in zip(kept[::2], kept[1::2], strict=True):
+        assert run_kind == "run" and chunks >= done
+        done = chunks
+        pool = expected.call.checkpoint
+        assert pool is not None
+        possible = [i for i, at in allowed if at == chunks]
+        index = [i for i in possible if store == ["store", *(pool.state(i, head, row) or [])]]
+        assert len(index) == 1
+        allowed.remove((index[0], chunks))
+
+
+def check_walks(
+    expected: Expected, jobs: list[Job], mine: dict[tuple[int, int], list[Event]], shape: Shape
+) -> None:
+    """Rows and solvers: every chunk of the cluster's jobs once, by the CTA that owns its stage."""
+    every = [
+        ["chunk", job.head, row, begin + CHUNK * n, min(CHUNK, length - CHUNK * n)]
+        for job in jobs
+        for row, begin, length in [job.tokens]
+        for n in range(chunks_of(length))
+    ]
+    # A group's gate depends on the head: which chunks of a walk are the first of another job.
+    job_of = [n for n, job in enumerate(jobs) for _ in range(chunks_of(job.tokens[2]))]
+    makers = [
+        [(cta, [shape.warps + solver]) for solver in range(shape.solvers) for cta in (0, 1)],
+        [
+            (cta, [shape.first_rows_warp + 4 * group + warp for warp in range(4)])
+            for group in range(shape.groups)
+            for cta in (0, 1)
+        ],
+    ]
+    for kind in makers:
+        seen: list[int] = []
+        for cta, warps in kind:
+            walks = [mine[cta, warp] for warp in warps]
+            assert all(walk == walks[0] for walk in walks)
+            indices = [event[1] for event in walks[0]]
+            assert indices == sorted(indices)
+            seen += indices
+            before = -1
+            for name, index, stage, turn, head, row, begin, length, new_job in walks[0]:
+                assert [name, head, row, begin, length] == every[index]
+                assert (turn, stage) == divmod(index, shape.stages)
+                assert index % shape.cluster == cta
+                assert new_job == (job_of[index] != before)
+                before = job_of[index]
+        assert sorted(seen) == list(range(len(every)))
+
+
+def forced(program: Path, call: Call, segments: int, clusters: int, exact: bool = True) -> None:
+    result = json.loads(run(program, call, segments=segments, clusters=clusters))
+    check(call, result, segments, exact)
+
+
+lengths = st.sampled_from((0, 0, 1, 15, 16, 17, 32, 48)) | st.integers(0, 400)
+
+
+@st.composite
+def calls(draw: st.DrawFn, ascending: bool = True) -> Call:
+    heads = draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        parts = draw(st.lists(lengths, min_size=1, max_size=6))
+        bounds = [draw(st.sampled_from((0, 3, 16)))]
+        for length in parts:
+            bounds.append(bounds[-1] + length)
+        batch, tokens = 1, bounds[-1] + draw(st.sampled_from((0, 5)))
+        call = Call(heads, batch, tokens, bounds, order=draw(st.integers(0, 99)))
+    else:
+        call = Call(heads, draw(st.integers(1, 3)), draw(lengths))
+    count = len(call.spans)
+    slots = None
+    if draw(st.booleans()):
+        values = st.integers(-1, count + 3) | st.sampled_from((-(2**31), 2**31 - 1))
+        chosen = draw(st.lists(values, min_size=count, max_size=count))
+        slots = Integers(chosen, *draw(strides))
+    initial, final = (
+        draw(st.none() | pools(base, count, slots is not None)) for base in (2**41, 2**42)
+    )
+    offsets = draw(places(call))
+    if ascending:
+        offsets.sort()
+    return replace(
+        call,
+        initial=initial,
+        final=final,
+        slots=slots,
+        offsets=Integers(offsets, *draw(strides)),
+        checkpoint=draw(pools(2**43, len(offsets), False)) if offsets else None,
+        v_stride=draw(st.sampled_from(((2**33, 1536, 128), (640, 2**34, 2**32), (0, 128, 8)))),
+    )
+
+
+strides = st.tuples(st.sampled_from((INT32, INT64)), st.sampled_from((1, 2, 5)))
+
+
+@st.composite
+def pools(draw: st.DrawFn, base: int, count: int, free: bool) -> Pool:
+    slots = draw(st.integers(1, count + 3)) if free else count
+    dtype = draw(st.sampled_from((FLOAT32, BFLOAT16)))
+    head = draw(st.sampled_from((DIM * DIM, DIM * DIM + 1, 2**35)))
+    slot = draw(st.sampled_from((DIM * DIM * 8, 2**36 + 1)))
+    return Pool(base + draw(st.sampled_from((0, 4))) * (dtype == FLOAT32), slots, dtype, slot, head)
+
+
+@st.composite
+def places(draw: st.DrawFn, call: Call) -> list[int]:
+    """Offsets at ends of chunks and of sequences, beside them, outside, some of them twice."""
+    found = draw(st.lists(st.integers(-40, call.batch * call.tokens + 40), max_size=10))
+    for row, begin, length in call.spans:
+        first = row * call.tokens + begin
+        every = [first + n for n in (0, *range(CHUNK, length + 1, CHUNK), length)]
+        kept = draw(st.sampled_from((0.0, 0.1, 0.5, 1.0)))
+        chosen = draw(st.randoms(use_true_random=False))
+        found += [x for x in every if chosen.random() < kept]
+    found += draw(st.lists(st.sampled_from(found), max_size=4)) if found else []
+    return draw(st.permutations(found)) if found else []
+
+
+segments_counts = st.integers(1, 12)
+cluster_counts = st.sampled_from((1, 2, 3, 5, 8))
+
+
+@settings(max_examples=150, deadline=None)
+@given(call=calls(), segments=segments_counts, clusters=cluster_counts)
+def test_any_cuts(program: Path, call: Call, segments: int, clusters: int) -> None:
+    forced(program, call, segments, clusters)
+
+
+@settings(max_examples=60, deadline=None)
+@given(call=calls(ascending=False), segments=segments_counts, clusters=cluster_counts)
+def test_offsets_in_any_order(program: Path, call: Call, segments: int, clusters: int) -> None:
+    forced(program, call, segments, clusters, exact=False)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 7, 66])
+@pytest.mark.parametrize("segments", range(1, 13))
+def test_many_checkpoints(program: Path, segments: int, clusters: int) -> None:
+    """Of each chunk, and more than a warp reads at once; sequences of none, one and many."""
+    bounds = [3, 3, 4, 700, 716, 716, 1903]
+    spans = list(pairwise(bounds))
+    every = [x for a, b in spans for x in (*range(a + CHUNK, b, CHUNK), *[b] * (b > a))]
+    call = Call(
+        2,
+        1,
+        1950,
+        bounds,
+        initial=Pool(2**41, 6, BFLOAT16),
+        final=Pool(2**41, 6, BFLOAT16),
+        offsets=Integers(every, INT32),
+        checkpoint=Pool(2**43, len(every)),
+    )
+    result = json.loads(run(program, call, segments=segments, clusters=clusters))
+    check(call, result, segments)
+    # Independently of which segment keeps them: each row of each head and offset, once.
+    stores = [
+        event[1]
+        for warp in result["launches"][-1]["warps"]
+        for event in warp["events"]
+        if event[0] == "store" and event[2] and event[1] >= 2**43
+    ]
+    rows = range(0, DIM, 16)
+    pool = call.checkpoint
+    assert pool is not None
+    wanted = [pool.state(c, h, r) for c in range(len(every)) for h in (0, 1) for r in rows]
+    assert sorted(stores) == sorted(x[0] for x in wanted if x is not None)
+
+
+def test_carried_states_do_not_overlap(program: Path) -> None:
+    """What the segments write in the workspace lies after the schedule and below its end."""
+    call = Call(3, 1, 500, [0, 100, 100, 500])
+    for segments in (2, 3, 7):
+        result = json.loads(run(program, call, segments=segments, clusters=2))
+        stores = sorted(
+            event[1]
+            for warp in result["launches"][1]["warps"]
+            for event in warp["events"]
+            if event[0] == "store"
+        )
+        # Every piece of 16 rows once, without gaps.
+        first = result["workspace"] + result["schedule_bytes"]
+        count = 3 * 3 * (segments - 1) * 2 * 8
+        assert stores == [first + n * 16 * DIM * 4 for n in range(count)]
+        assert stores[-1] + 16 * DIM * 4 <= result["workspace"] + result["workspace_bytes"]
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(12, 1, 8192),
+        Call(1, 1, 1521),
+        Call(4, 3, 2000),
+        Call(2, 1, 14000, [3, 5003, 5003, 5004, 9325, 9372, 13972]),
+        Call(1, 1, 9000, [0, 0, 9000, 9000]),
+        Call(50, 1, 800),
+        Call(7, 2, 0),
+    ],
+    ids=["one", "short", "rows", "packed", "unequal", "heads", "empty"],
+)
+def test_planned(program: Path, call: Call, sms: int) -> None:
+    ends = sorted({row * call.tokens + begin + length for row, begin, length in call.spans})
+    inner = [ends[0] - CHUNK, *range(0, call.batch * call.tokens, 5 * CHUNK), *ends]
+    call = replace(
+        call,
+        initial=Pool(2**41, len(call.spans)),
+        final=Pool(2**42, len(call.spans), BFLOAT16),
+        offsets=Integers(sorted(inner)),
+        checkpoint=Pool(2**43, len(inner), BFLOAT16),
+    )
+    result = json.loads(run(program, call, sms))
+    chains = call.heads * len(call.spans)
+    chunks = min(
+        call.batch * call.tokens, (call.batch * call.tokens + 15 * len(call.spans)) // CHUNK
+    )
+    segments = max(1, min(sms // 2 // chains, chunks // len(call.spans) // 48))
+    check(call, result, segments)
+    schedule = -(-4 * (3 * len(call.spans) + 2) // 256) * 256
+    size = schedule + chains * (segments - 1) * 2 * STATE_BYTES
+    assert result["workspace_bytes"] == size
+    for launch in result["launches"]:
+        if launch["kernel"] in SHAPES:
+            assert launch["ctas"] == 2 * min(launch["jobs"], sms // 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(1, 1, LARGEST),
+        Call(1, 3, LARGEST // 3),
+        Call(1, 1, LARGEST, [LARGEST - 10**9 - 5, LARGEST - 5, LARGEST - 5, LARGEST]),
+        Call(1, 1, LARGEST, [0, LARGEST]),
+    ],
+    ids=["one", "rows", "packed", "one packed"],
+)
+@pytest.mark.parametrize("sms", [78, 132])
+def test_most_tokens(program: Path, call: Call, sms: int) -> None:
+    """No sum overflows: the program would end."""
+    places = {
+        row * call.tokens + begin + tokens
+        for row, begin, length in call.spans
+        for tokens in (CHUNK, length // CHUNK * CHUNK - CHUNK, length // CHUNK * CHUNK, length)
+    }
+    offsets = sorted({*places, LARGEST // 2, LARGEST, LARGEST + 31})
+    for dtype in INTEGER:
+        kept = replace(
+            call,
+            initial=Pool(2**41, 3),
+            offsets=Integers(offsets, dtype),
+            checkpoint=Pool(2**43, len(offsets)),
+        )
+        result = json.loads(run(program, kept, sms, mode=LIST_CHAINS))
+        segments = result["launches"][-1]["segments"]
+        assert segments == sms // 2 // len(call.spans)
+        check(kept, result, segments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    entries=st.lists(st.integers(-100, 100), max_size=100)
+    | st.lists(st.integers(-(2**40), 2**40), max_size=40)
+    | st.integers(0, 5000).map(lambda n: [x // 3 for x in range(n)]),
+    values=st.lists(st.integers(-110, 110) | st.integers(-(2**41), 2**41), max_size=20),
+)
+def test_count_at_most(program: Path, entries: list[int], values: list[int]) -> None:
+    entries.sort()
+    values += [x + y for x in entries[:: 1 + len(entries) // 20] for y in (-1, 0, 1)]
+    args = bytes(abi.ARGS.size)
+    arrays = [np.array(x, np.int64).tobytes() for x in (values, entries, [], [], [], [])]
+    printed = execute(program, COUNT, (0, 0, 0), args, *arrays)
+    found = json.loads(printed) if values else []
+    assert found == [bisect.bisect_right(entries, x) for x in values]
+
+
+@pytest.mark.parametrize("segments", [2, 3, 5])
+def test_combine(program: Path, segments: int) -> None:
+    """S <- S M + B through the segments of each sequence and head; no other state changes."""
+    generator = np.random.default_rng(segments)
+    shape = (2, 3, segments - 1, 2, DIM, DIM)
+    before = generator.standard_normal(shape).astype(np.float32)
+    before[:, :, :, 1] /= DIM**0.5
+    call = Call(3, 2, 64)
+    after = run(program, call, segments=segments, mode=COMBINE, carried=before.tobytes())
+    found = np.frombuffer(after, np.float32).reshape(shape)
+    wanted = before.astype(np.float64)
+    for n in range(1, segments - 1):
+        wanted[:, :, n, 0] += wanted[:, :, n - 1, 0] @ wanted[:, :, n, 1]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+    assert (found[:, :, :, 1] == before[:, :, :, 1]).all()
+    assert (found[:, :, 0] == before[:, :, 0]).all()
+
+
+@pytest.mark.parametrize("name", ["rows", "solver"])
+def test_walks_are_those_of_the_kernels(name: str) -> None:
+    """Two classes are too much for the host and stand in tests/slices, with the same walks."""
+    if not CSRC.is_dir():
+        pytest.skip("needs the sources of the kernels")
+    texts = [(folder / "sm90" / f"{name}.cuh").read_text() for folder in (CSRC, STAND_INS)]
+    for part in (r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;"):
+        first, second = (re.findall(part, text) for text in texts)
+        assert first == second and len(first) == 1
