@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device",
         type=device_argument,
-        help="cpu, cuda or cuda:<index> (default: cuda when present)",
+        help="cuda (the default), cuda:<index> or cpu",
     )
     parser.add_argument(
         "--resume",
@@ -95,8 +95,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def pick_device(asked: torch.device | None) -> torch.device:
-    """The device to measure, with its index filled in."""
-    device = asked or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device to measure, with its index filled in; the CPU, which takes hours, if asked for."""
+    if asked is None and not torch.cuda.is_available():
+        raise ValueError(
+            "torch finds no GPU here; --device cpu times the reference path: name small cases with "
+            "it, such as --cases n1_h4_t64"
+        )
+    device = asked or torch.device("cuda")
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 

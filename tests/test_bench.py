@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import flash_kda
 
@@ -114,6 +115,15 @@ def test_failing_case_does_not_stop_the_run(
     assert failed["flash_kda_ms"] is None
     assert "error" not in good and good["flash_kda_ms"] > 0
     assert "made to fail" in capsys.readouterr().out
+
+
+def test_cpu_only_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The standard cases would take hours there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([]) == 2
+    assert "--device cpu" in capsys.readouterr().err
 
 
 def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
