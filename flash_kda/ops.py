@@ -135,7 +135,7 @@ def fwd(
 
     Environment:
         FLASH_KDA_PATH: name of the kernel path to use instead of the automatic choice (an
-            unknown name is an error that lists them). CPU tensors are not affected.
+            unknown name is an error that lists them). For CPU tensors only the name is checked.
         FLASH_KDA_CHECK: 1 makes calls on a GPU read the values of cu_seqlens, state_indices and
             checkpoint_offsets and refuse bad ones as the CPU does, naming the entry. For finding
             errors: each such call waits for the device. Where a CUDA graph is captured nothing
@@ -243,7 +243,7 @@ def workspace_size(
 
     The size covers every split of ``t_total`` tokens into ``sequences`` sequences, so it does not
     depend on the values of ``cu_seqlens``. It does depend on the GPU, and on ``FLASH_KDA_PATH`` if
-    that is set.
+    that is set. On compute capability 9.0 a call of smaller sizes may need more.
 
     Args:
         t_total: B * T, tokens of all batch rows together, at most 2^31 - 32.
