@@ -483,6 +483,8 @@ def test_an_interrupted_build_leaves_no_wheel(parts: Path, tmp_path: Path, how: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        # Tests that a shell has put in the background inherit that it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not (sources / "build").exists() and time.monotonic() < deadline:
