@@ -30,6 +30,9 @@ from .layout import (
 PATH_VARIABLE = "FLASH_KDA_PATH"
 CHECK_VARIABLE = "FLASH_KDA_CHECK"
 
+# torch keeps the index of a device in eight bits, and cuts larger ones.
+_CUDA_INDICES = 128
+
 # Held while a setting of the process, whether torch fills new memory, is changed.
 _filling = threading.Lock()
 
@@ -278,12 +281,7 @@ def workspace_size(
             )
     if device is None and not torch.cuda.is_available():
         return abi.workspace_size(*sizes.values())
-    if isinstance(device, int):
-        where = torch.device("cuda", device)
-    else:
-        where = torch.device("cuda" if device is None else device)
-    if where.type != "cuda":
-        raise ValueError(f"flash_kda.workspace_size: device: got {where}; needs a CUDA device")
+    where = _cuda_device(device)
     if where == torch.device("cuda"):
         # Without a GPU the loader says so better than torch would.
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -292,6 +290,36 @@ def workspace_size(
     gpu = loader.module_for(where).gpu
     shape = (sizes["t_total"], sizes["heads"], sizes["sequences"])
     return launcher.plan(*shape, gpu, _forced_path(launcher)).workspace_bytes
+
+
+def _cuda_device(device: torch.device | str | int | None) -> torch.device:
+    """The device that workspace_size was given. Torch takes cuda:256 for cuda:0."""
+    needs = "a CUDA device: a torch.device, 'cuda', 'cuda:<index>' or an index from 0 to 127"
+    refused = f"flash_kda.workspace_size: device: got {shown(device)}; needs {needs}"
+    if device is None:
+        return torch.device("cuda")
+    if isinstance(device, torch.device):
+        where = device
+    elif isinstance(device, str):
+        try:
+            where = torch.device(device)
+        except RuntimeError:
+            raise ValueError(refused) from None
+        if str(where) != device:
+            raise ValueError(refused)
+    else:
+        try:
+            if isinstance(device, bool):
+                raise TypeError
+            index = operator.index(device)
+        except TypeError:
+            raise TypeError(f"{refused}, not {type(device).__name__}") from None
+        if not 0 <= index < _CUDA_INDICES:
+            raise ValueError(refused)
+        where = torch.device("cuda", index)
+    if where.type != "cuda" or (where.index is not None and where.index < 0):
+        raise ValueError(refused)
+    return where
 
 
 def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: bool) -> None:

@@ -31,6 +31,7 @@ import bench_facts  # noqa: E402
 from bench_fla import FLA  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda.demo import device_argument  # noqa: E402
 from flash_kda.reference import recurrent_kda  # noqa: E402
 
 WIDTH = 128
@@ -137,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda when present)")
+    parser.add_argument(
+        "--device", type=device_argument, help="cpu or cuda (default: cuda when present)"
+    )
     parser.add_argument("--heads", type=int, help="default: 8, on the CPU 2")
     parser.add_argument("--max-tokens", type=int, help="longest sequence (default: 16384, CPU 256)")
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
@@ -148,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         accuracy_report.write(ROOT, json.loads(arguments.report.read_text(encoding="utf-8")))
         return 0
 
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
     heads = arguments.heads or (8 if on_cuda else 2)
     longest = arguments.max_tokens or (LENGTHS[-1] if on_cuda else 256)

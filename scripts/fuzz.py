@@ -40,6 +40,7 @@ from fuzz_calls import Call, draw, simpler  # noqa: E402
 from paths import kernel_paths  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda.demo import device_argument  # noqa: E402
 
 HANG_SECONDS = 120
 """A call and its comparison take seconds; one that takes this long hangs."""
@@ -208,15 +209,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to draw calls (60)")
     parser.add_argument("--seed", type=int, help="which calls are drawn; fresh ones without it")
-    parser.add_argument("--device", type=torch.device, help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--device", type=device_argument, help="cpu or cuda; a GPU if there is one")
     parser.add_argument("--path", help="the one kernel path to run, as doctor names them")
     parser.add_argument("--largest", type=int, help="most tokens of a call (6000; 300 on a CPU)")
     parser.add_argument("--call", type=Call.from_json, help="run one call, as a failure prints it")
     options = parser.parse_args(arguments)
     if options.device is None:
         options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device.type not in ("cpu", "cuda"):
-        parser.error(f"--device: {options.device} is neither cpu nor cuda")
     if options.largest is None:
         options.largest = 6000 if options.device.type == "cuda" else 300
     if options.largest < 1:

@@ -69,22 +69,26 @@ def parts(wheel: Path | None) -> Iterator[Part]:
             120,
             program_missing("compute-sanitizer"),
         )
-    yield Part("fuzz", "fuzz", (python, "scripts/fuzz.py", "--seconds", "60", "--seed", "1"), 120)
+    # Without a GPU these two would take the CPU path, and be well.
+    on_gpu = ("--device", "cuda")
+    fuzz = (python, "scripts/fuzz.py", "--seconds", "60", "--seed", "1", *on_gpu)
+    yield Part("fuzz", "fuzz", fuzz, 120)
     yield Part("bench", "bench", (python, "scripts/bench.py"), 600)
     yield Part("layer", "layer", (python, "scripts/bench_layer.py", "--publish"), 300, fla)
-    yield Part("accuracy", "accuracy", (python, "scripts/accuracy.py", "--publish"), 300)
+    yield Part("accuracy", "accuracy", (python, "scripts/accuracy.py", "--publish", *on_gpu), 300)
 
 
 def run(part: Part, log: Path) -> str:
     """Run one part; returns "ok", or what happened instead.
 
     The time limit ends all processes that the part has started: one that lives on would disturb
-    the next part's times.
+    the next part's times. So does SIGTERM to this process.
     """
-    with log.open("w", encoding="utf-8") as output:
+    with log.open("w", encoding="utf-8") as output, terminating():
         process = subprocess.Popen(
             part.command,
             cwd=ROOT,
+            env={**os.environ, "FLASH_KDA_REQUIRE_GPU": "1"},  # or the tests would all be skipped
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -99,6 +103,16 @@ def run(part: Part, log: Path) -> str:
             end_group(process.pid)
             process.wait()
     return answer
+
+
+@contextlib.contextmanager
+def terminating() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that what is running can be ended first."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_group(leader: int) -> None:
@@ -117,11 +131,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     known = list(parts(arguments.wheel.resolve() if arguments.wheel else None))
     names = list(dict.fromkeys(part.check for part in known))
-    chosen = arguments.parts.split(",") if arguments.parts else names
+    chosen = names
+    if arguments.parts is not None:
+        chosen = [name.strip() for name in arguments.parts.split(",")]
     if unknown := sorted(set(chosen) - set(names)):
-        parser.error(f"--parts: got {', '.join(unknown)}, needs some of {', '.join(names)}")
-    if arguments.out is None and not arguments.list:
-        parser.error("--out names the folder for the logs")
+        parser.error(
+            f"--parts: got {', '.join(map(repr, unknown))}, needs some of {', '.join(names)}"
+        )
+    if not arguments.list:
+        if arguments.out is None:
+            parser.error("--out names the folder for the logs")
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out: {error}")
     failed = False
     for part in known:
         if part.check not in chosen:
@@ -131,7 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif part.needs:
             print(f"{part.name:10} not run: it needs {part.needs}", flush=True)
         else:
-            arguments.out.mkdir(parents=True, exist_ok=True)
             begin = time.monotonic()
             answer = run(part, arguments.out / f"{part.name}.log")
             failed |= answer != "ok"

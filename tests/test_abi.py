@@ -386,7 +386,9 @@ def test_calls_of_one_shape_are_planned_once(gpu_call: GpuCall, stand_in: StandI
 
 
 @pytest.mark.usefixtures("gpu_call")
-@pytest.mark.parametrize("device", [None, "cuda", "cuda:1", torch.device("cuda", 1), 1])
+@pytest.mark.parametrize(
+    "device", [None, "cuda", "cuda:1", torch.device("cuda", 1), 1, torch.tensor(1)]
+)
 def test_workspace_size_of_a_gpu(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     """What fwd takes for the path of that GPU, forced or not; of the current one by default."""
     asked = []
@@ -412,8 +414,29 @@ def test_workspace_size_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "module_for", _fails)
     monkeypatch.setenv("FLASH_KDA_PATH", "narrow")
     assert ops.workspace_size(20, 3, 4) == 1000000 * 20 + 3004
-    with pytest.raises(ValueError, match="workspace_size: device: got cpu; needs a CUDA device"):
+    with pytest.raises(ValueError, match="workspace_size: device: got 'cpu'; needs a CUDA device"):
         ops.workspace_size(20, 3, 4, "cpu")
+
+
+@pytest.mark.usefixtures("gpu_call")
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        *((text, ValueError) for text in ("", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:0:1")),
+        *((text, ValueError) for text in ("cuda:128", "cuda:255", "cuda:256", "meta", "x" * 1000)),
+        *((index, ValueError) for index in (-1, 128, 256, 2**40, 2**80, torch.tensor(-3))),
+        *((torch.device(text), ValueError) for text in ("cpu", "meta", "cuda:200")),
+        *((value, TypeError) for value in (True, 1.0, b"cuda", [], ("cuda", 0), object())),
+    ],
+)
+def test_workspace_size_of_no_device(
+    monkeypatch: pytest.MonkeyPatch, device: Any, kind: type[Exception]
+) -> None:
+    """Among them what torch takes for another device, or refuses in words of its own."""
+    monkeypatch.setattr(loader, "module_for", _fails)
+    with pytest.raises(kind, match=r"^flash_kda\.workspace_size: device: got") as info:
+        ops.workspace_size(20, 3, 4, device)
+    assert len(str(info.value)) < 400
 
 
 @pytest.mark.parametrize("device", ["cuda", 0])

@@ -201,6 +201,8 @@ def test_a_call_that_hangs_ends_the_process() -> None:
     "flags",
     [
         ["--device", "meta"],
+        ["--device", "nope"],
+        ["--device", "cuda:9999"],
         ["--largest", "0"],
         ["--call", "{"],
         ["--call", '{"nonsense": 1}'],

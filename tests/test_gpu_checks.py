@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,7 +32,7 @@ def test_every_command_exists() -> None:
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_checks.main(["--list", "--parts", "sanitizer,smoke", "--wheel", "dist"]) == 0
+    assert gpu_checks.main(["--list", "--parts", "sanitizer, smoke", "--wheel", "dist"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["smoke", *gpu_checks.SANITIZERS]
     assert lines[0].endswith(f"--wheel {Path('dist').resolve()}")
@@ -38,7 +40,13 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(["--out", "x", "--parts", "test"], "--parts: got test, needs some of"), ([], "--out names")],
+    [
+        (["--out", "x", "--parts", "test"], "--parts: got 'test', needs some of"),
+        (["--out", "x", "--parts", ""], "--parts: got '', needs some of"),
+        (["--out", "x", "--parts", "smoke,"], "--parts: got '', needs some of"),
+        (["--out", __file__], "--out: "),
+        ([], "--out names"),
+    ],
 )
 def test_misuse(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -72,18 +80,65 @@ time.sleep(60)
     begin = time.monotonic()
     assert gpu_checks.run(part("-c", child, limit_s=3), tmp_path / "log") == "ended after 3 s"
     assert time.monotonic() - begin < 20
-    pid = int((tmp_path / "pid").read_text())
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+def ends(pid: int) -> bool:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (ProcessLookupError, FileNotFoundError):
-            return
+            return True
         if state == "Z":
-            return  # ended; whoever inherited it has not looked yet
+            return True  # whoever inherited it has not looked yet
         time.sleep(0.05)
-    pytest.fail("the part's child is still running")
+    return False
+
+
+def test_a_part_does_not_outlive_the_script(tmp_path: Path) -> None:
+    written = tmp_path / "pid"
+    made = [
+        sys.executable,
+        "-c",
+        f"""
+import os, pathlib, time
+pathlib.Path({str(tmp_path / "new")!r}).write_text(str(os.getpid()))
+os.rename({str(tmp_path / "new")!r}, {str(written)!r})
+time.sleep(60)
+""",
+    ]
+    script = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import gpu_checks
+made = gpu_checks.Part("made", "made", tuple({made!r}), 60)
+gpu_checks.parts = lambda wheel: iter([made])
+gpu_checks.main(["--out", {str(tmp_path / "logs")!r}])
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        deadline = time.monotonic() + 20
+        while not written.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 143
+    assert ends(int(written.read_text()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "made",
+    [each for each in gpu_checks.parts(None) if not each.needs],
+    ids=lambda made: made.name,
+)
+def test_no_part_is_well_without_a_gpu(made: gpu_checks.Part, tmp_path: Path) -> None:
+    """Skipped tests, or another device's results, are not what was asked for."""
+    if made.check in ("fuzz", "accuracy"):  # not run without: one would rewrite a page
+        assert made.command[-2:] == ("--device", "cuda")
+    command = made.command[: made.command.index("-n")] if "-n" in made.command else made.command
+    made = dataclasses.replace(made, command=command)  # tests in one process
+    assert gpu_checks.run(made, tmp_path / "log").startswith("exit status")
 
 
 def test_small_calls_on_the_cpu() -> None:

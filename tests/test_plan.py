@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import native
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,3 +211,53 @@ def test_impossible_sizes_are_refused(shape: tuple[int, int, int], gpu: abi.Gpu)
             plan(*shape, gpu, name)
     with refused:
         abi.workspace_size(*shape)
+
+
+EXTREMES = r"""
+#include <climits>
+#include <cstdio>
+#include "host/error.h"
+#include "host/plan.h"
+using namespace flash_kda::host;
+
+int main() {
+  const int64_t sizes[] = {INT64_MIN, -1, 0, 1, 2, 17, 768, 8192, 65536, (1ll << 29) - 1,
+                           1ll << 29, (1ll << 31) - 33, (1ll << 31) - 32, (1ll << 31) - 1,
+                           1ll << 31, INT64_MAX};
+  const int32_t sm_counts[] = {INT_MIN, -132, -1, 0, 1, 2, 3, 78, 132, 512};
+  const int32_t capabilities[] = {INT_MIN, -90, -1, 0, 89, 90, 100, INT_MAX};
+  const int32_t paths[] = {INT_MIN, -2, -1, 0, 1, 2, 3, 4, 5, INT_MAX};
+  long planned = 0, wrong = 0;
+  const auto ctas_fit = [](int64_t ctas) { return ctas >= 0 && ctas <= INT_MAX; };
+  for (int64_t tokens : sizes) for (int64_t heads : sizes) for (int64_t sequences : sizes)
+    for (int32_t sms : sm_counts) for (int32_t capability : capabilities) for (int32_t path : paths)
+      try {
+        const Plan plan = make_plan({tokens, heads, sequences}, {capability, sms}, path);
+        ++planned;
+        wrong += plan.workspace_bytes <= 0 || plan.segments < 1 ||
+                 plan.workspace_bytes > largest_workspace({tokens, heads, sequences}) ||
+                 !ctas_fit(plan.prepare_ctas) || !ctas_fit(plan.affine_ctas) ||
+                 !ctas_fit(plan.combine_ctas) || !ctas_fit(plan.chain_ctas);
+      } catch (const Error&) {
+      }
+  std::printf("%ld %ld", planned, wrong);
+}
+"""
+
+
+def test_no_sizes_overflow(tmp_path: Path) -> None:
+    """Whatever the sizes, the GPU and the forced path: a plan that fits, or an Error."""
+    host = ROOT / "csrc" / "host"
+    if not host.is_dir():
+        pytest.skip("needs the sources of the launcher")
+    (tmp_path / "extremes.cpp").write_text(EXTREMES)
+    program = native.link(
+        [tmp_path / "extremes.cpp", host / "plan.cpp", host / "error.cpp"],
+        tmp_path / "extremes",
+        f"-I{ROOT / 'csrc'}",
+        "-fsanitize=signed-integer-overflow,integer-divide-by-zero,shift",
+        "-fsanitize-undefined-trap-on-error",
+    )
+    done = subprocess.run([str(program)], check=True, capture_output=True, text=True)
+    planned, wrong = map(int, done.stdout.split())
+    assert planned > 1000 and wrong == 0

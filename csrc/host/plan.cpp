@@ -104,6 +104,16 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   const int64_t chains = sequences * heads;
   // A sequence has at most (length + 15) / 16 chunks and never more than tokens.
   const int64_t chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
+  // Checked before a path is chosen: that multiplies the number of chains once more.
+  const int64_t record_count = chunks * heads;
+  const int64_t slices = kHeadDim / 32;  // of the path with the most
+  if (record_count > kMostRecords || chains > kMostCtas / slices) {
+    fail(FLASH_KDA_INVALID_ARGUMENT,
+         "too large for one call: %lld chunks of %lld heads, %lld sequences (chunks x heads and "
+         "sequences x heads x %lld must stay below 2^31)",
+         static_cast<long long>(chunks), static_cast<long long>(heads),
+         static_cast<long long>(sequences), static_cast<long long>(slices));
+  }
   const int64_t chunks_of_sequence = sequences == 0 ? 0 : chunks / sequences;
   Plan plan{};
   plan.path = forced_path == FLASH_KDA_PATH_AUTO
@@ -113,15 +123,6 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
     fail(FLASH_KDA_PATH_UNAVAILABLE,
          "path %s needs a GPU of compute capability 9.0, this one has %d.%d", path_name(plan.path),
          gpu.capability / 10, gpu.capability % 10);
-  }
-  const int64_t record_count = chunks * heads;
-  const int64_t slices = kHeadDim / 32;  // of the path with the most
-  if (record_count > kMostRecords || chains > kMostCtas / slices) {
-    fail(FLASH_KDA_INVALID_ARGUMENT,
-         "too large for one call: %lld chunks of %lld heads, %lld sequences (chunks x heads and "
-         "sequences x heads x %lld must stay below 2^31)",
-         static_cast<long long>(chunks), static_cast<long long>(heads),
-         static_cast<long long>(sequences), static_cast<long long>(slices));
   }
   plan.segments = 1;
   plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
