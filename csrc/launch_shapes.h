@@ -46,11 +46,10 @@ constexpr int kGroupWarps = 4;
 // a map those of V and of K.
 struct FusedShape {
   int cluster, warps, solvers, groups, stages, rows;
-  int chain_registers;  // a thread of the computing warps; 0: all have the same
+  int chain_registers;  // a thread of the computing warps; the others give up some of theirs
 
   constexpr int threads() const { return 32 * (warps + solvers + kGroupWarps * groups); }
   constexpr int slice_rows() const { return rows / cluster; }
-  constexpr bool moves_registers() const { return chain_registers > 0; }
   constexpr int other_registers() const {
     // A warpgroup can only be given what others have given back of what the CTA started with.
     const int warpgroups = threads() / 128, computing = warps / 4;

@@ -19,6 +19,19 @@ struct InverseNorms {
   }
 };
 
+// Rows with a norm above 1.8e19 overflow fp32 when squared: they are summed again, scaled by an
+// exact power of two.
+constexpr float kShrink = 0x1p-70f;
+__device__ __forceinline__ bool overflowed(float sum_of_squares) {
+  return !(sum_of_squares <= 3.4e38f);  // NaN too, and stays NaN
+}
+__device__ __forceinline__ float inverse_norm(float sum_of_squares) {
+  return rsqrt_approx(sum_of_squares + 1e-6f);
+}
+__device__ __forceinline__ float inverse_norm_of_shrunk(float sum_of_squares) {
+  return rsqrt_approx(sum_of_squares) * kShrink;
+}
+
 // Adds the squares of 16 channels to the sums: the diagonals of X X^T, whose A operand holds its B
 // operands too. Products of bf16 are exact in fp32.
 __device__ __forceinline__ void add_squares(float (&upper)[4], float (&lower)[4],
@@ -49,17 +62,14 @@ __device__ __forceinline__ InverseNorms inverse_norms(const unsigned char* image
   }
   const bool odd = lane & 4;  // the diagonal of row r = lane / 4 is at column r
   const float upper_sum = odd ? upper[1] : upper[0], lower_sum = odd ? lower[3] : lower[2];
-  InverseNorms inverse = {rsqrt_approx(upper_sum + 1e-6f), rsqrt_approx(lower_sum + 1e-6f)};
-  // Rows with a norm above 1.8e19 overflow fp32 when squared: again, with an exact power of two.
+  InverseNorms inverse = {inverse_norm(upper_sum), inverse_norm(lower_sum)};
   // Elsewhere than on the diagonals nothing is meant, but nothing is larger either.
-  const bool overflowed = !(upper_sum <= 3.4e38f && lower_sum <= 3.4e38f);
-  if (__any_sync(kWarpMask, overflowed)) {
-    constexpr float kShrink = 0x1p-70f;
+  if (__any_sync(kWarpMask, overflowed(upper_sum) || overflowed(lower_sum))) {
 #pragma unroll 1
     for (int r = 0; r < kChunk; ++r) {
       const float sum = scaled_sum_of_squares(image, r, 1.0f, lane);
-      if (sum <= 3.4e38f) continue;  // NaN rows too are summed again, and stay NaN
-      const float value = rsqrt_approx(scaled_sum_of_squares(image, r, kShrink, lane)) * kShrink;
+      if (!overflowed(sum)) continue;
+      const float value = inverse_norm_of_shrunk(scaled_sum_of_squares(image, r, kShrink, lane));
       if (lane >> 2 == (r & 7)) (r < 8 ? inverse.upper : inverse.lower) = value;
     }
   }

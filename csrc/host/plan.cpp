@@ -24,9 +24,10 @@ constexpr int64_t kChunksThatPrepare = 24;  // from here on few heads gain by pr
 constexpr int64_t kChunksThatRepay = 16;  // below, a cluster is kept from its next chain by states
 
 // Into how many segments sequences of so many chunks are cut, so that the pass that finds the maps
-// and the pass with the outputs, two CTAs a segment each, fit the card.
+// and the pass with the outputs, a cluster for each segment, fit the card.
 int64_t segment_count(int64_t chains, int64_t chunks, int32_t sm_count) {
-  const int64_t fitting = sm_count / 2 / std::max<int64_t>(chains, 1);
+  static_assert(kFused.cluster == kAffine.cluster, "both passes fit as many segments");
+  const int64_t fitting = sm_count / kFused.cluster / std::max<int64_t>(chains, 1);
   return std::max<int64_t>(1, std::min(fitting, chunks / kChunksOfSegment));
 }
 
@@ -106,7 +107,7 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   const int64_t chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
   // Checked before a path is chosen: that multiplies the number of chains once more.
   const int64_t record_count = chunks * heads;
-  const int64_t slices = kHeadDim / 32;  // of the path with the most
+  const int64_t slices = kRecurrenceV32.slices();  // of the path with the most
   if (record_count > kMostRecords || chains > kMostCtas / slices) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
          "too large for one call: %lld chunks of %lld heads, %lld sequences (chunks x heads and "

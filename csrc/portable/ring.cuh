@@ -1,9 +1,8 @@
 // The ring of stages through which one CTA's records pass, and the helper warp that fills it.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "chunk/chain.cuh"
+#include "chunk/record_ring.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda::portable {
@@ -23,23 +22,10 @@ struct RecurrenceSmem {
   EmptyBarrier::ValueType empty[kShape.stages];
 };
 
-// What Chain asks of a ring.
 template <const RecurrenceShape& kShape>
-struct RecordRing {
-  static constexpr int kStages = kShape.stages;
-  RecurrenceSmem<kShape>& smem;
-
-  __device__ __forceinline__ const unsigned char* record(int stage) const {
-    return smem.stage[stage].record;
-  }
-  __device__ __forceinline__ void wait(int stage, unsigned parity) const {
-    FullBarrier::wait(&smem.full[stage], parity);
-  }
-  __device__ __forceinline__ bool landed(int stage, unsigned parity) const {
-    return FullBarrier::test_wait(&smem.full[stage], parity, 1);
-  }
+struct RecordRing : RecordReader<RecurrenceSmem<kShape>, kShape.stages> {
   __device__ __forceinline__ void release(int stage) const {
-    EmptyBarrier::arrive(&smem.empty[stage]);
+    EmptyBarrier::arrive(&this->smem.empty[stage]);
   }
 };
 

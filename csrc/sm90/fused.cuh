@@ -11,14 +11,9 @@
 
 namespace flash_kda::sm90 {
 
-template <const FusedShape& kShape>
+// Not the aligned forms: the lanes of a warp may come one after the other.
 __device__ __forceinline__ void cluster_sync() {
-  if constexpr (kShape.cluster == 1) {
-    __syncthreads();
-  } else {
-    // Not the aligned forms: the lanes of a warp may come one after the other.
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-  }
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 // Calls compute(cta, warp, lane) in the computing warps. Every chain warp must go through every
@@ -29,17 +24,15 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int cta = blockIdx.x % kShape.cluster;
   if (threadIdx.x == 0) smem.init();
-  cluster_sync<kShape>();
+  cluster_sync();
   constexpr int kFirstRows = kShape.warps + kShape.solvers;
   // Records depend on the call's tensors and, in a packed batch, on the schedule alone.
   if (warp < kShape.warps || p.cu_seqlens != nullptr) wait_for_previous_launch();
   if (warp < kShape.warps) {
-    if constexpr (kShape.moves_registers())
-      cutlass::arch::warpgroup_reg_alloc<kShape.chain_registers>();
+    cutlass::arch::warpgroup_reg_alloc<kShape.chain_registers>();
     compute(cta, warp, lane);
   } else {
-    if constexpr (kShape.moves_registers())
-      cutlass::arch::warpgroup_reg_dealloc<kShape.other_registers()>();
+    cutlass::arch::warpgroup_reg_dealloc<kShape.other_registers()>();
     if (warp < kFirstRows) {
       SolverWarp<kShape, kQueries>(p, smem, cta, warp - kShape.warps, lane).run();
     } else {
@@ -49,7 +42,7 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
     }
   }
   // The others may still write here or wait for arrivals.
-  if constexpr (kShape.cluster > 1) cluster_sync<kShape>();
+  cluster_sync();
 }
 
 template <const FusedShape& kShape>

@@ -3,9 +3,8 @@
 // number of stages is a multiple of the cluster's, so a stage belongs to one CTA for good.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "chunk/chain.cuh"
+#include "chunk/record_ring.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda::sm90 {
@@ -57,29 +56,12 @@ struct FusedSmem {
   }
 };
 
-// What Chain asks of a ring.
 template <const FusedShape& kShape>
-struct RecordRing {
-  static constexpr int kStages = kShape.stages;
-  FusedSmem<kShape>& smem;
-
-  __device__ __forceinline__ const unsigned char* record(int stage) const {
-    return smem.stage[stage].record;
-  }
-  __device__ __forceinline__ void wait(int stage, unsigned parity) const {
-    Barrier::wait(&smem.full[stage], parity);
-  }
-  __device__ __forceinline__ bool landed(int stage, unsigned parity) const {
-    return Barrier::test_wait(&smem.full[stage], parity, 1);
-  }
+struct RecordRing : RecordReader<FusedSmem<kShape>, kShape.stages> {
+  // No wider than the reads that came before it: these have returned. A release for the whole
+  // cluster would also wait for the output's stores, a microsecond each chunk.
   __device__ __forceinline__ void release(int stage) const {
-    // No wider than the reads that came before it: these have returned. A release for the whole
-    // cluster would also wait for the output's stores, a microsecond each chunk.
-    if constexpr (kShape.cluster == 1) {
-      Barrier::arrive(&smem.empty[stage]);
-    } else {
-      Barrier::arrive(&smem.empty[stage], stage % kShape.cluster, 1);
-    }
+    Barrier::arrive(&this->smem.empty[stage], stage % kShape.cluster, 1);
   }
 };
 

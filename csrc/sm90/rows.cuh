@@ -235,21 +235,19 @@ class RowsWarp {
   __device__ __forceinline__ float collect_norms(unsigned char* record,
                                                  float (&squares)[kGroupWarps][2 * kChunk]) {
     const float sum = sum_of_warps(squares);
-    float inverse = rsqrt_approx(sum + 1e-6f);
-    // Rows with a norm above 1.8e19 overflow fp32 when squared: again, with an exact power of two.
+    float inverse = inverse_norm(sum);
     // All warps of the group see the same sums, so they meet again together.
-    const bool overflowed = (kQueries || lane_ < kChunk) && !(sum <= 3.4e38f);
-    if (__any_sync(kWarpMask, overflowed)) {
-      constexpr float kShrink = 0x1p-70f;
+    const bool again_needed = (kQueries || lane_ < kChunk) && overflowed(sum);
+    if (__any_sync(kWarpMask, again_needed)) {
       float (&again)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][1];
 #pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
-        publish_shrunk(record + ChunkRecord::kKeyDecayed, i, kShrink, again[warp_]);
+        publish_shrunk(record + ChunkRecord::kKeyDecayed, i, again[warp_]);
         if constexpr (kQueries)
-          publish_shrunk(record + ChunkRecord::kQueryDecayed, i, kShrink, again[warp_] + kChunk);
+          publish_shrunk(record + ChunkRecord::kQueryDecayed, i, again[warp_] + kChunk);
       }
       meet();
-      if (overflowed) inverse = rsqrt_approx(sum_of_warps(again)) * kShrink;
+      if (again_needed) inverse = inverse_norm_of_shrunk(sum_of_warps(again));
     }
     return inverse;
   }
@@ -257,12 +255,12 @@ class RowsWarp {
       const float (&squares)[kGroupWarps][2 * kChunk]) const {
     return (squares[0][lane_] + squares[1][lane_]) + (squares[2][lane_] + squares[3][lane_]);
   }
-  __device__ __forceinline__ void publish_shrunk(const unsigned char* image, int i, float factor,
+  __device__ __forceinline__ void publish_shrunk(const unsigned char* image, int i,
                                                  float* squares) const {
     const int row = kRows * half_ + i;
     const unsigned raw = *reinterpret_cast<const unsigned*>(
         image + image_offset(row, 64 * warp_ + 4 * (lane_ & 15)));
-    const float a = bf16_low(raw) * factor, b = bf16_high(raw) * factor;
+    const float a = bf16_low(raw) * kShrink, b = bf16_high(raw) * kShrink;
     float sum = a * a + b * b;
 #pragma unroll
     for (int width = 8; width >= 1; width /= 2) sum += __shfl_xor_sync(kWarpMask, sum, width);

@@ -50,10 +50,8 @@ class SolverWarp {
     fence_async_shared();  // wgmma reads it, and a bulk copy
     __syncwarp();
     if (lane_ == 0) Barrier::arrive(&smem_.full[stage]);
-    if constexpr (kShape.cluster > 1) {
-      if (lane_ < kShape.cluster && lane_ != cta_) {
-        bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
-      }
+    if (lane_ < kShape.cluster && lane_ != cta_) {
+      bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
     }
   }
 
