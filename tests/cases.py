@@ -314,6 +314,29 @@ def same_bits(x: Tensor | None, y: Tensor | None) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bits(x), bits(y))
 
 
+def call_with_pool(
+    case: Case, rng: Random, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Call with six sequences whose states lie in a pool of nine slots, two of them in none.
+
+    ``out`` is compared here. Returns the pool, the pool as it was before, and by slot the states
+    that should be in it now.
+    """
+    slots = torch.tensor([7, 2, -1, 0, 5, -1], dtype=torch.int32, device=case.device)
+    pool = rng.normal(9, *case.state_shape[1:], dtype=dtype)
+    before = pool.clone()
+    initial = torch.zeros(case.state_shape, device=case.device, dtype=dtype)
+    used = slots >= 0
+    initial[used] = before[slots[used].long()]
+    expected = reference(case.but(initial_state=initial))
+    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
+    arguments = {**vars(case), "initial_state": pool}
+    flash_kda.fwd(**arguments, out=out, final_state=pool, state_indices=slots)
+    assert_accurate(case, out, None, expected=expected)
+    states = {slot: expected[1][n] for n, slot in enumerate(slots.tolist()) if slot >= 0}
+    return pool, before, states
+
+
 def assert_repeatable(
     case: Case, times: int, expected: tuple[Tensor, Any] | None = None
 ) -> tuple[Tensor, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..abi import launcher, launcher_or_none
+from .. import abi
 from ..ops import fwd as _fwd
 from ..ops import workspace_size
 
@@ -92,7 +92,7 @@ def get_workspace_size(t_total: int, heads: int, sequences: int) -> int:
     That of one shape on one GPU, ``flash_kda.workspace_size``, may be less than that of a smaller
     shape, which may take another path.
     """
-    return launcher().workspace_size(t_total, heads, sequences)
+    return abi.workspace_size(t_total, heads, sequences)
 
 
 def route() -> None:
@@ -122,7 +122,7 @@ def _positions(offsets: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _fits(workspace: Tensor | None, q: Tensor, cu_seqlens: Tensor | None) -> bool:
-    if workspace is None or not q.is_cuda or launcher_or_none() is None:
+    if workspace is None or not q.is_cuda or abi.launcher_or_none() is None:
         return False
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     needed = workspace_size(q.shape[0] * q.shape[1], q.shape[2], sequences, q.device)

@@ -170,20 +170,10 @@ def test_offsets_that_name_nothing_are_passed_over(rng: cases.Random) -> None:
 def test_pool(rng: cases.Random, dtype: torch.dtype) -> None:
     """Slots are read and written in place; -1 starts from zeros; the others keep their bits."""
     case = make_case(rng, lengths=LENGTHS, initial_state=None)
-    slots = torch.tensor([7, 2, -1, 0, 5, -1], dtype=torch.int32, device=case.device)
-    pool = rng.normal(9, *case.state_shape[1:], dtype=dtype)
-    before = pool.clone()
-    initial = torch.zeros(case.state_shape, device=case.device, dtype=dtype)
-    used = slots >= 0
-    initial[used] = before[slots[used].long()]
-    expected = cases.reference(case.but(initial_state=initial))
-    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
-    arguments = {**vars(case), "initial_state": pool}
-    flash_kda.fwd(**arguments, out=out, final_state=pool, state_indices=slots)
-    assert_accurate(case, out, None, expected=expected)
-    pairs = [(pool[slot], expected[1][n]) for n, slot in enumerate(slots.tolist()) if slot >= 0]
+    pool, before, states = cases.call_with_pool(case, rng, dtype)
+    pairs = [(pool[slot], state) for slot, state in states.items()]
     cases.assert_close("pool", pairs, cases.ORDINARY_BOUND)
-    untouched = [slot for slot in range(9) if slot not in slots.tolist()] + [2]  # 2: empty
+    untouched = [slot for slot in range(9) if slot not in states] + [2]  # 2: empty
     assert same_bits(pool[untouched], before[untouched])
 
 

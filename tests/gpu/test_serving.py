@@ -102,22 +102,11 @@ def test_offsets_that_name_nothing_are_passed_over(rng: cases.Random) -> None:
 def test_pool(rng: cases.Random, dtype: torch.dtype) -> None:
     """Slots are read and written in place; -1 starts from zeros; the others keep their bits."""
     case = make_case(rng, lengths=LENGTHS, heads=3, initial_state=None)
-    slots = torch.tensor([7, 2, -1, 0, 5, -1], dtype=torch.int32, device=case.device)
-    pool = rng.normal(9, *case.state_shape[1:], dtype=dtype)
-    before = pool.clone()
-    initial = torch.zeros(case.state_shape, device=case.device, dtype=dtype)
-    used = slots >= 0
-    initial[used] = before[slots[used].long()]
-    expected = reference(case.but(initial_state=initial))
-    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
-    arguments = {**vars(case), "initial_state": pool}
-    flash_kda.fwd(**arguments, out=out, final_state=pool, state_indices=slots)
-    assert_accurate(case, out, None, expected=expected)
-    for sequence, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            error = relative_error(pool[slot], expected[1][sequence])
-            assert error <= cases.ORDINARY_BOUND, f"slot {slot}: {error:.1e}"
-    untouched = [slot for slot in range(9) if slot not in slots.tolist()]
+    pool, before, states = cases.call_with_pool(case, rng, dtype)
+    for slot, state in states.items():
+        error = relative_error(pool[slot], state)
+        assert error <= cases.ORDINARY_BOUND, f"slot {slot}: {error:.1e}"
+    untouched = [slot for slot in range(9) if slot not in states]
     assert same_bits(pool[untouched], before[untouched])
 
 
