@@ -13,43 +13,65 @@ constexpr int kPrepareThreads = 32 * kPrepareWarps;
 constexpr int kPrepareCtasPerSm = 4;
 constexpr int kPrepareSmemBytes = kPrepareWarps * ChunkRecord::kBytes;
 
-// A recurrence kernel: `warps` computing warps of `tiles` x 16 rows of V each, `stages` chunks in
-// flight, and `helper_warps`, the first of which copies chunks in. Two tiles need more registers a
-// thread than two CTAs of equal threads leave: then the helpers are a warpgroup that gives up its
-// own.
+// A recurrence kernel: `warps` computing warps of `tiles` x 16 rows of V each, `stages` records of
+// `record_tokens` in flight, and `helper_warps`, the first of which copies records in. Two tiles
+// need more registers a thread than two CTAs of equal threads leave, and wgmma more than three
+// equal warps on a scheduler: then the helpers are a warpgroup that gives up its own. V of `values`
+// records is fetched ahead.
 struct RecurrenceShape {
   int warps, tiles, stages, helper_warps;
+  int record_tokens = kChunk, values = 4, stage_alignment = 128;
 
   constexpr int threads() const { return 32 * (warps + helper_warps); }
   constexpr bool moves_registers() const { return tiles > 1; }
   constexpr int rows_per_warp() const { return 16 * tiles; }
   constexpr int rows() const { return warps * rows_per_warp(); }  // of V, a CTA
   constexpr int slices() const { return kHeadDim / rows(); }      // CTAs a head
-  constexpr int smem_bytes() const {
-    const int warp_bytes =
-        tiles == 1 ? int(sizeof(ChainWarpMemory<1>)) : int(sizeof(ChainWarpMemory<2>));
-    const int bytes = stages * (ChunkRecord::kBytes + 2 * 8) + warps * warp_bytes;
-    return (bytes + 127) / 128 * 128;
+  constexpr int record_bytes() const {
+    return record_tokens == kChunk ? ChunkRecord::kBytes : PairRecord::kBytes;
   }
+  constexpr int aligned(int bytes) const {
+    return (bytes + stage_alignment - 1) / stage_alignment * stage_alignment;
+  }
+  constexpr int smem_bytes() const {
+    const int warp_bytes = values * record_tokens * 2 * rows_per_warp();
+    return aligned(stages * (aligned(record_bytes()) + 2 * 8) + warps * warp_bytes);
+  }
+};
+
+template <const RecurrenceShape& kShape>
+struct RecurrenceMemory {
+  using Warp = ChainWarpMemory<kShape.tiles, kShape.record_tokens, kShape.values>;
 };
 
 constexpr RecurrenceShape kRecurrenceV128{4, 2, 5, 4};
 constexpr RecurrenceShape kRecurrenceV64{4, 1, 5, 1};
 constexpr RecurrenceShape kRecurrenceV32{2, 1, 5, 1};
 
+// By wgmma, whose swizzle counts from multiples of 1024: the sm90 family's walk through records of
+// pairs, and what finds the maps of segments, of which two CTAs share a multiprocessor.
+constexpr RecurrenceShape kWalk{4, 1, 6, 1, kPair, 3, 1024};
+constexpr RecurrenceShape kAffine{4, 1, 3, 1, kPair, 3, 1024};
+constexpr int kAffineCtasPerSm = 2;
+
+constexpr int kPairsOfCta = 2;  // two warps make the record of each
+constexpr int kPreparePairsThreads = 2 * 32 * kPairsOfCta;
+constexpr int kPreparePairsCtasPerSm = 3;
+constexpr int kPreparePairsSmemBytes = kPairsOfCta * (PairRecord::kBytes + 2 * kHeadDim * 4);
+
 constexpr int kGroupWarps = 4;
+using FusedWarpMemory = ChainWarpMemory<1, kChunk, 4>;
 
 // A fused kernel: a cluster works on all rows of the state of one sequence and head, each of its
 // `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile `groups` of
 // kGroupWarps warps and `solvers` in each CTA make the records of the chunks to come, for all CTAs
-// of the cluster, in a ring of `stages`. `rows` counts the rows of all slices: those of V, or with
-// a map those of V and of K.
+// of the cluster, in a ring of `stages`.
 struct FusedShape {
-  int cluster, warps, solvers, groups, stages, rows;
+  int cluster, warps, solvers, groups, stages;
   int chain_registers;  // a thread of the computing warps; the others give up some of theirs
 
   constexpr int threads() const { return 32 * (warps + solvers + kGroupWarps * groups); }
-  constexpr int slice_rows() const { return rows / cluster; }
+  constexpr int slice_rows() const { return kHeadDim / cluster; }  // of V
   constexpr int other_registers() const {
     // A warpgroup can only be given what others have given back of what the CTA started with.
     const int warpgroups = threads() / 128, computing = warps / 4;
@@ -59,16 +81,16 @@ struct FusedShape {
   constexpr int smem_bytes() const {
     const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
     const int group_bytes = 2 * 2 * kGroupWarps * 2 * kChunk * 4;
-    const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(ChainWarpMemory<1>)) +
+    const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(FusedWarpMemory)) +
                       groups * group_bytes + solvers * 2 * ChunkRecord::kHalfImageBytes;
     return (bytes + 1023) / 1024 * 1024;
   }
 };
 
 constexpr int kRowsOfWarp = 16;
-constexpr FusedShape kFused{2, 4, 4, 2, 12, kHeadDim, 168};
-constexpr FusedShape kAffine{2, 8, 4, 1, 12, 2 * kHeadDim, 152};
+constexpr FusedShape kFused{2, 4, 4, 2, 12, 176};
 
-constexpr int kCombineRows = 8;  // of V, a CTA of kHeadDim threads
+constexpr int kCombineRows = 16;  // of V, a CTA
+constexpr int kCombineThreads = 4 * kHeadDim;
 
 }  // namespace flash_kda

@@ -31,23 +31,40 @@ struct StateStrides {  // of a [N or P or C, H, V, K] tensor
   long long head;
 };
 
-// What a chain needs of a chunk and head: one contiguous record, so that one bulk copy moves it. An
-// image of 16 tokens x 128 channels lies in two halves of 64 channels (common/tile.cuh), and each
-// half of the record holds its half of the three images, one after the other. 16 x 16 images are
-// four contiguous 8 x 8 blocks.
-struct ChunkRecord {
-  static constexpr int kHalfImageBytes = kChunk * kHeadDim;  // 64 channels
-  static constexpr int kSquareBytes = kChunk * kChunk * 2;
+// What a step of a chain needs of a head and of its tokens, one chunk or two: one contiguous
+// record, so that one bulk copy moves it. With c the running sum of the log2-decays from the first
+// token on, c_T at the last:
+//
+// An image of the tokens x 128 channels lies in two halves of 64 channels (common/tile.cuh), and
+// each half of the record holds its half of the three images, one after the other. Square images
+// are contiguous 8 x 8 blocks, row by row.
+template <int kTokens>
+struct Record {
+  static constexpr int kHalfImageBytes = kTokens * kHeadDim;  // 64 channels
+  static constexpr int kSquareBytes = kTokens * kTokens * 2;
   static constexpr int kHalfBytes = 3 * kHalfImageBytes;
   static constexpr int kKeyDecayed = 0;                                  // -K~ = -k 2^c     bf16
   static constexpr int kQueryDecayed = kKeyDecayed + kHalfImageBytes;    // Q~ = q 2^c         "
-  static constexpr int kKeyRemaining = kQueryDecayed + kHalfImageBytes;  // K- = k 2^(c_C - c) "
-  static constexpr int kDecay = 2 * kHalfBytes;            // 2^(c_C)  fp32 128, decay_position()
-  static constexpr int kInverse = kDecay + kHeadDim * 4;   // (I + L)^-1 diag(b)    bf16 16 x 16
+  static constexpr int kKeyRemaining = kQueryDecayed + kHalfImageBytes;  // K- = k 2^(c_T - c) "
+  static constexpr int kDecay = 2 * kHalfBytes;            // 2^(c_T)  fp32 128, decay_position()
+  static constexpr int kInverse = kDecay + kHeadDim * 4;   // (I + L)^-1 diag(b)    bf16, square
   static constexpr int kScores = kInverse + kSquareBytes;  // lower(Q~ K^^T)            "
   static constexpr int kBytes = kScores + kSquareBytes;
 };
+using ChunkRecord = Record<kChunk>;
 static_assert(ChunkRecord::kBytes == 13824, "864 bytes a padded token and head");
+
+// Two chunks a step: the state is rounded and decayed half as often.
+constexpr int kPair = 2 * kChunk;
+using PairRecord = Record<kPair>;
+static_assert(PairRecord::kBytes == 29184, "912 bytes a padded token and head");
+
+// For a checkpoint between the two chunks of a pair: the first one's K- and decay, to its own end.
+struct MiddleRecord {
+  static constexpr int kKeyRemaining = 0;               // bf16 16 x 128, token by token
+  static constexpr int kDecay = kChunk * kHeadDim * 2;  // fp32 128
+  static constexpr int kBytes = kDecay + kHeadDim * 4;
+};
 
 // What a segment of a cut sequence leaves in the workspace: the state after it, which begins as the
 // state it would leave if it had started from zero, and the matrix that the state before it is
@@ -73,9 +90,10 @@ struct ForwardParams {
 
   // Workspace. The three arrays exist for packed batches only (cu_seqlens given).
   int* sequence_start;  // [N + 1] first token of each sequence, made monotone and clamped to [0, T]
-  int* chunk_begin;     // [N + 1] chunks before each sequence
+  int* record_begin;    // [N + 1] records before each sequence
   int* sequence_order;  // [N] sequences, longest first
-  unsigned char* records;  // [chunks][H] ChunkRecord: the portable family
+  unsigned char* records;  // [records][H] of record_tokens each
+  unsigned char* middles;  // [records][H] MiddleRecord, of pairs and only if there are checkpoints
   float* carried;          // [N][H][segments - 1][kCarried][V][K]: the sm90 family's segments
 
   TokenStrides q_stride, k_stride, v_stride, g_stride, out_stride, beta_stride;
@@ -87,11 +105,12 @@ struct ForwardParams {
   float log2_lower_bound;  // lower_bound * log2(e): the most negative log2-decay of one token
 
   int batch, tokens, heads, sequences;
-  int chunks_per_sequence;  // without cu_seqlens
-  int segments;             // parts that every sequence is cut into; 1: not cut
-  int job_segments;         // of them, those that this launch of the sm90 family works on
-  long long jobs;           // sequences x job_segments x H
-  int checkpoints;          // C
+  int record_tokens;         // kChunk or kPair
+  int records_per_sequence;  // without cu_seqlens
+  int segments;              // parts that every sequence is cut into; 1: not cut
+  int job_segments;          // of them, those that this launch of the sm90 family works on
+  long long jobs;            // sequences x job_segments x H
+  int checkpoints;           // C
   int beta_dtype, a_log_dtype, dt_bias_dtype, initial_dtype, final_dtype, cu_seqlens_dtype;
   int state_indices_dtype, checkpoint_offsets_dtype, checkpoint_dtype;
   int beta_is_logits;

@@ -10,7 +10,7 @@
 
 namespace flash_kda {
 
-// Walks a ring of stages: which one a chunk uses, and the parity of its barriers' phase.
+// Walks a ring of stages: which one a record uses, and the parity of its barriers' phase.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -25,21 +25,21 @@ struct RingPosition {
 //
 // `Ring` is where records come from, kStages of them at once: record(stage), wait(stage, parity),
 // landed(stage, parity) without waiting, and release(stage), called by one lane once this warp has
-// read the record. `Step` says how many tiles and whether there are outputs; without, the chain
-// only carries the state on.
-template <class Ring, class Step>
+// read the record. `Step` says how many tiles, how many tokens a record is for, and whether there
+// are outputs, without which the chain only carries the state on. `Memory` is a ChainWarpMemory.
+template <class Ring, class Step, class Memory>
 class Chain {
  public:
   static constexpr int kTiles = Step::kTiles;
+  static constexpr int kTokens = Step::kTokens;
   static constexpr bool kOutputs = Step::kOutputs;
   using State = float[kTiles][kStateTiles][4];
-  using Memory = ChainWarpMemory<kTiles>;
 
   __device__ __forceinline__ Chain(const ForwardParams& p, const Ring& ring, Memory& memory)
       : p_(p), ring_(ring), memory_(memory), lane_(threadIdx.x & 31), step_(lane_) {
     const int row = (lane_ & 7) + (lane_ >> 4) * 8, half = (lane_ >> 3) & 1;
-    piece_ = lane_ / kUnits * kRowBytes + lane_ % kUnits * 16;
-    matrix_ = row * kRowBytes + 16 * half;
+    piece_ = Memory::unit_offset(lane_ / kUnits, lane_ % kUnits);
+    matrix_ = Memory::unit_offset(row, half);
     keep_in_register(piece_);
     keep_in_register(matrix_);
   }
@@ -48,31 +48,30 @@ class Chain {
   __device__ __forceinline__ void begin(const ChainSlice& slice, int first_row, bool has_values) {
     const int token = lane_ / kUnits, byte = lane_ % kUnits * 16;
     const int length = slice.range.tokens.length;
-    chunks_ = chunks_of(length);
+    steps_ = (length + kTokens - 1) / kTokens;
     done_ = 0;
-    value_rows_left_ = has_values ? length - token : 0;
+    rows_left_ = has_values ? length - token : 0;
     next_value_ = static_cast<const unsigned char*>(p_.v) +
                   slice.token_bytes(p_.v_stride, first_row) + 2 * token * p_.v_stride.token + byte;
-    // One chunk back: outputs are written while the next chunk is worked on.
-    out_rows_left_ = length - token + kChunk;
+    // One step back: outputs are written while the next step is worked on.
     next_out_ = static_cast<unsigned char*>(p_.out) + slice.token_bytes(p_.out_stride, first_row) +
-                2 * (token - kChunk) * p_.out_stride.token + byte;
+                2 * (token - kTokens) * p_.out_stride.token + byte;
     copy_async_wait<0>();  // of the sequence before: zeros fetched past its end
-    __syncwarp();          // all lanes have read its values
+    __syncwarp();          // all lanes have read its values and outputs
     first_value_ = 0;
 #pragma unroll
     for (int i = 0; i < kValues - 1; ++i) fetch_value(i);
   }
 
-  __device__ __forceinline__ int chunks() const { return chunks_; }
+  __device__ __forceinline__ int steps() const { return steps_; }
 
-  // Works on until `end` chunks of the sequence are done.
+  // Works on until `end` steps of the sequence are done.
   __device__ __forceinline__ void run(State& s, int end) {
 #pragma unroll 1
     for (; done_ < end; ++done_) {
       copy_async_wait<kValues - 2>();
       __syncwarp();  // every lane's copies of V have landed
-      float x[kTiles][2][4], o[kTiles][2][4] = {};
+      float x[kTiles][kTokens / 8][4], o[kTiles][kTokens / 8][4] = {};
       read_value(x);
       const auto acquire = [&] {
         if (!landed_) ring_.wait(position_.stage, position_.parity);
@@ -82,11 +81,10 @@ class Chain {
       // What the step does not need passes while it waits.
       const auto overlap = [&] {
         if constexpr (kOutputs) write_output();
-        fetch_value(first_value_ == 0 ? kValues - 1 : first_value_ - 1);
+        fetch_value(last_value());
       };
       step_.advance(s, x, o, acquire, overlap);
-      __syncwarp();  // all lanes have read the last output, and V
-      last_stage_ = position_.stage;
+      __syncwarp();  // all lanes have read V
       has_stage_ = true;
       position_.advance();
       landed_ = ring_.landed(position_.stage, position_.parity);
@@ -95,7 +93,18 @@ class Chain {
     }
   }
 
-  // Writes the last chunk's output.
+  // For the state in the middle of the step to come: its record, once it is there, and V^T.
+  __device__ __forceinline__ const unsigned char* next_record() const {
+    ring_.wait(position_.stage, position_.parity);
+    return ring_.record(position_.stage);
+  }
+  __device__ __forceinline__ void next_value(float (&x)[kTiles][kTokens / 8][4]) const {
+    copy_async_wait<kValues - 2>();
+    __syncwarp();  // every lane's copies of V have landed
+    read_value(x);
+  }
+
+  // Writes the last step's output.
   __device__ __forceinline__ void finish() {
     if constexpr (kOutputs) write_output();
   }
@@ -105,75 +114,98 @@ class Chain {
   static constexpr int kValues = Memory::kValues;
   static constexpr int kUnits = Memory::kRowsOfV / 8;  // 16-byte pieces of a token row
   static constexpr int kTokensAtOnce = 32 / kUnits;    // rows that a warp moves at once
-  static constexpr int kRounds = kChunk / kTokensAtOnce;
-  static_assert(kRounds * kTokensAtOnce == kChunk, "lanes share a chunk's rows evenly");
+  static constexpr int kRounds = kTokens / kTokensAtOnce;
+  static_assert(kRounds * kTokensAtOnce == kTokens && kTokensAtOnce % 8 == 0,
+                "lanes share a step's rows evenly, and units are permuted by row % 8");
 
-  // Starts the copy of this warp's columns of V in one chunk; zeros past the end.
+  // The slot of the step before: its V has been read.
+  __device__ __forceinline__ int last_value() const {
+    return first_value_ == 0 ? kValues - 1 : first_value_ - 1;
+  }
+
+  // Starts the copy of this warp's columns of V in one step; zeros past the end.
   __device__ __forceinline__ void fetch_value(int slot) {
     unsigned char* const to = memory_.value[slot] + piece_;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      copy_async_16(to + i * kTokensAtOnce * kRowBytes, next_value_, value_rows_left_ > 0);
+      copy_async_16(to + i * kTokensAtOnce * kRowBytes, next_value_, rows_left_ > 0);
       next_value_ += 2 * kTokensAtOnce * p_.v_stride.token;
-      value_rows_left_ -= kTokensAtOnce;
+      rows_left_ -= kTokensAtOnce;
     }
     copy_async_commit();
   }
 
-  // V^T of a chunk.
-  __device__ __forceinline__ void read_value(float (&x)[kTiles][2][4]) const {
+  // Where a lane's row of an ldmatrix lies: of 16 tokens and 16 rows of V.
+  __device__ __forceinline__ int matrix_offset(int tile, int chunk) const {
+    return (matrix_ ^ 32 * tile) + chunk * kChunk * kRowBytes;
+  }
+
+  // V^T of a step.
+  __device__ __forceinline__ void read_value(float (&x)[kTiles][kTokens / 8][4]) const {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const Fragment4 v =
-          load_matrices_transposed(memory_.value[first_value_] + matrix_ + 32 * tile);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[tile][i >> 1][2 * (i & 1)] = bf16_low(v.x[i]);
-        x[tile][i >> 1][2 * (i & 1) + 1] = bf16_high(v.x[i]);
+      for (int chunk = 0; chunk < kTokens / kChunk; ++chunk) {
+        const Fragment4 v =
+            load_matrices_transposed(memory_.value[first_value_] + matrix_offset(tile, chunk));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float* const pair = &x[tile][2 * chunk + (i >> 1)][2 * (i & 1)];
+          pair[0] = bf16_low(v.x[i]), pair[1] = bf16_high(v.x[i]);
+        }
       }
     }
   }
 
-  // Lets the stage of the chunk before be refilled. Not at that chunk's end: the arrival could then
+  // Lets the stage of the step before be refilled. Not at that step's end: the arrival could then
   // overtake loads of which only the addresses have left the warp, and the refill overwrite what
   // they are still to read. By now the products that use them have been issued, so they have
   // returned.
   __device__ __forceinline__ void release_last_stage() {
     __syncwarp();
-    if (lane_ == 0 && has_stage_) ring_.release(last_stage_);
+    if (lane_ == 0 && has_stage_) {
+      ring_.release(position_.stage == 0 ? Ring::kStages - 1 : position_.stage - 1);
+    }
   }
 
   // O^T, scaled.
-  __device__ __forceinline__ void pack_output(const float (&o)[kTiles][2][4]) {
+  __device__ __forceinline__ void pack_output(const float (&o)[kTiles][kTokens / 8][4]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = &o[tile][i >> 1][2 * (i & 1)];
-        output_[tile].x[i] = pack_bf16(pair[0] * p_.scale, pair[1] * p_.scale);
+      for (int chunk = 0; chunk < kTokens / kChunk; ++chunk) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &o[tile][2 * chunk + (i >> 1)][2 * (i & 1)];
+          output_[tile][chunk].x[i] = pack_bf16(pair[0] * p_.scale, pair[1] * p_.scale);
+        }
       }
     }
   }
 
-  // Writes the output of the chunk before, if there is one, by way of token rows in this warp's
-  // shared memory. Rows past the end are somebody else's.
+  // Writes the output of the step before, if there is one, by way of token rows in the place of its
+  // V. Rows past the end are somebody else's.
   __device__ __forceinline__ void write_output() {
+    unsigned char* const rows = memory_.value[last_value()];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      store_matrices_transposed(memory_.output + matrix_ + 32 * tile, output_[tile]);
+#pragma unroll
+      for (int chunk = 0; chunk < kTokens / kChunk; ++chunk)
+        store_matrices_transposed(rows + matrix_offset(tile, chunk), output_[tile][chunk]);
     }
     __syncwarp();
     uint4 pieces[kRounds];
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      pieces[i] =
-          *reinterpret_cast<const uint4*>(memory_.output + piece_ + i * kTokensAtOnce * kRowBytes);
+      pieces[i] = *reinterpret_cast<const uint4*>(rows + piece_ + i * kTokensAtOnce * kRowBytes);
     }
+    __syncwarp();  // all lanes have read them: V may come
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      if (done_ > 0 && out_rows_left_ > 0) *reinterpret_cast<uint4*>(next_out_) = pieces[i];
+      // V is fetched kValues steps ahead of the output.
+      if (done_ > 0 && rows_left_ > i * kTokensAtOnce - kValues * kTokens)
+        *reinterpret_cast<uint4*>(next_out_) = pieces[i];
       next_out_ += 2 * kTokensAtOnce * p_.out_stride.token;
-      out_rows_left_ -= kTokensAtOnce;
     }
   }
 
@@ -182,15 +214,14 @@ class Chain {
   Memory& memory_;
   const int lane_;
   RingPosition<Ring::kStages> position_;
-  bool landed_ = false;     // whether the next chunk's record is known to be there
-  bool has_stage_ = false;  // whether last_stage_ is still to be released
-  int last_stage_ = 0;
-  int chunks_ = 0, done_ = 0;
-  int first_value_ = 0;                  // the slot of the next chunk's V
-  int value_rows_left_, out_rows_left_;  // from this lane's next row to the end
+  bool landed_ = false;     // whether the next record is known to be there
+  bool has_stage_ = false;  // whether the stage before is still to be released
+  int steps_ = 0, done_ = 0;
+  int first_value_ = 0;  // the slot of the next step's V
+  int rows_left_;        // from this lane's next row of V to the end
   const unsigned char* next_value_;
   unsigned char* next_out_;
-  Fragment4 output_[kTiles];  // of the chunk before
+  Fragment4 output_[kTiles][kTokens / kChunk];  // of the step before
   // Byte offsets of this lane: its piece of a row of V or the output, and its row of an ldmatrix.
   int piece_, matrix_;
   const Step step_;

@@ -41,9 +41,11 @@ __device__ __forceinline__ void add_squares(float (&upper)[4], float (&lower)[4]
 }
 
 // Sum of x^2 over a row, scaled before squaring; all lanes return it.
+template <class Layout>
 __device__ __forceinline__ float scaled_sum_of_squares(const unsigned char* image, int row,
                                                        float factor, int lane) {
-  const uint2 x = *reinterpret_cast<const uint2*>(image + image_offset(row, 8 * lane));
+  const uint2 x =
+      *reinterpret_cast<const uint2*>(image + image_offset(row, 8 * lane, Layout::kHalfBytes));
   const float a = bf16_low(x.x) * factor, b = bf16_high(x.x) * factor;
   const float c = bf16_low(x.y) * factor, d = bf16_high(x.y) * factor;
   float sum = a * a + b * b + c * c + d * d;
@@ -53,12 +55,14 @@ __device__ __forceinline__ float scaled_sum_of_squares(const unsigned char* imag
 }
 
 // 1 / sqrt(sum x^2 + 1e-6) of all rows.
+template <class Layout>
 __device__ __forceinline__ InverseNorms inverse_norms(const unsigned char* image, int lane) {
   float upper[4] = {}, lower[4] = {};
   const int row = lane & 15, byte = (lane >> 4) * 16;
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
-    add_squares(upper, lower, load_matrices(image + image_offset(row, step * 32 + byte)));
+    add_squares(upper, lower,
+                load_matrices(image + image_offset(row, step * 32 + byte, Layout::kHalfBytes)));
   }
   const bool odd = lane & 4;  // the diagonal of row r = lane / 4 is at column r
   const float upper_sum = odd ? upper[1] : upper[0], lower_sum = odd ? lower[3] : lower[2];
@@ -67,9 +71,10 @@ __device__ __forceinline__ InverseNorms inverse_norms(const unsigned char* image
   if (__any_sync(kWarpMask, overflowed(upper_sum) || overflowed(lower_sum))) {
 #pragma unroll 1
     for (int r = 0; r < kChunk; ++r) {
-      const float sum = scaled_sum_of_squares(image, r, 1.0f, lane);
+      const float sum = scaled_sum_of_squares<Layout>(image, r, 1.0f, lane);
       if (!overflowed(sum)) continue;
-      const float value = inverse_norm_of_shrunk(scaled_sum_of_squares(image, r, kShrink, lane));
+      const float value =
+          inverse_norm_of_shrunk(scaled_sum_of_squares<Layout>(image, r, kShrink, lane));
       if (lane >> 2 == (r & 7)) (r < 8 ? inverse.upper : inverse.lower) = value;
     }
   }

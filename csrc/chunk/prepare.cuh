@@ -18,6 +18,7 @@ namespace flash_kda {
 
 // Starts the copy of 16 rows into an image; lanes 0-15 take even rows, 16-31 odd ones. Rows past
 // the end belong to the next sequence: they become zeros and are not read, NaN or not.
+template <class Layout>
 __device__ __forceinline__ void fetch_rows(unsigned char* image, const void* base,
                                            const TokenStrides& stride, const TokenRange& tokens,
                                            int head, int lane) {
@@ -27,20 +28,20 @@ __device__ __forceinline__ void fetch_rows(unsigned char* image, const void* bas
                                   (tokens.begin + parity) * stride.token + head * stride.head);
 #pragma unroll
   for (int i = 0; i < kChunk; i += 2) {
-    copy_async_16(image + image_offset(i + parity, 16 * unit), row, i + parity < tokens.length);
+    copy_async_16(image + image_offset(i + parity, 16 * unit, Layout::kHalfBytes), row,
+                  i + parity < tokens.length);
     row += 4 * stride.token;
   }
 }
 
-// Starts the copies of a chunk's raw rows to where prepare_record() expects them. Without queries
-// the record serves a chain that only carries the state on.
-template <bool kQueries>
-__device__ __forceinline__ void fetch_chunk(const ForwardParams& p, unsigned char* record,
+// Starts the copies of a chunk's raw rows to where decay_rows() expects them. `rows` is where the
+// chunk's rows begin in the record.
+template <class Layout>
+__device__ __forceinline__ void fetch_chunk(const ForwardParams& p, unsigned char* rows,
                                             const TokenRange& tokens, int head, int lane) {
-  fetch_rows(record + ChunkRecord::kKeyDecayed, p.k, p.k_stride, tokens, head, lane);
-  fetch_rows(record + ChunkRecord::kKeyRemaining, p.g, p.g_stride, tokens, head, lane);
-  if constexpr (kQueries)
-    fetch_rows(record + ChunkRecord::kQueryDecayed, p.q, p.q_stride, tokens, head, lane);
+  fetch_rows<Layout>(rows + Layout::kKeyDecayed, p.k, p.k_stride, tokens, head, lane);
+  fetch_rows<Layout>(rows + Layout::kKeyRemaining, p.g, p.g_stride, tokens, head, lane);
+  fetch_rows<Layout>(rows + Layout::kQueryDecayed, p.q, p.q_stride, tokens, head, lane);
 }
 
 __device__ __forceinline__ void unpack(float (&x)[4], uint2 packed) {
@@ -55,13 +56,14 @@ __device__ __forceinline__ uint2 pack(const float (&x)[4]) {
 // This lane's 8 bytes of every row of a record's images. The swizzle has eight forms, so eight
 // addresses, once in registers, serve all 48 rows; left alone, the compiler works each out
 // anew.
+template <class Layout>
 class LanePieces {
  public:
-  __device__ __forceinline__ LanePieces(const unsigned char* record, int lane) {
-    const unsigned base = cute::cast_smem_ptr_to_uint(record);
+  __device__ __forceinline__ LanePieces(const unsigned char* rows, int lane) {
+    const unsigned base = cute::cast_smem_ptr_to_uint(rows);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      address_[i] = base + image_offset(i, 8 * lane) - 128 * i;
+      address_[i] = base + image_offset(i, 8 * lane, Layout::kHalfBytes) - 128 * i;
       keep_in_register(address_[i]);
     }
   }
@@ -79,16 +81,17 @@ class LanePieces {
 };
 
 // c of all tokens in this lane's channels: the running sum of their log2-decays.
+template <class Layout>
 __device__ __forceinline__ void sum_log2_decays(float (&sums)[kChunk][4], float log2_lower_bound,
-                                                const LanePieces& pieces, const Gate<4>& gate,
-                                                int length) {
+                                                const LanePieces<Layout>& pieces,
+                                                const Gate<4>& gate, int length) {
   float sum[4] = {};
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     // Rows past the end do not decay, whatever the gate of their zeros is.
     const float bound = i < length ? log2_lower_bound : 0.0f;
     float g[4];
-    unpack(g, pieces.load(ChunkRecord::kKeyRemaining, i));
+    unpack(g, pieces.load(Layout::kKeyRemaining, i));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       sum[j] = fmaf(bound, gate.openness(j, g[j]), sum[j]);
@@ -98,31 +101,30 @@ __device__ __forceinline__ void sum_log2_decays(float (&sums)[kChunk][4], float 
 }
 
 // A few rows of raw k and q, as this lane sees them.
-template <bool kQueries>
+template <class Layout>
 struct RawRows {
   static constexpr int kRows = 2;
   uint2 key[kRows], query[kRows];
 
-  __device__ __forceinline__ RawRows(const LanePieces& pieces, int first) {
+  __device__ __forceinline__ RawRows(const LanePieces<Layout>& pieces, int first) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      key[i] = pieces.load(ChunkRecord::kKeyDecayed, first + i);
-      if constexpr (kQueries) query[i] = pieces.load(ChunkRecord::kQueryDecayed, first + i);
+      key[i] = pieces.load(Layout::kKeyDecayed, first + i);
+      query[i] = pieces.load(Layout::kQueryDecayed, first + i);
     }
   }
 };
 
 // Raw rows -> K~ and Q~ and, in the place of K-, K^ = k 2^-c. `growing`, c on entry, becomes K^ in
 // fp32; `total` the decay of the whole chunk.
-template <bool kQueries>
-__device__ __forceinline__ void decay_rows(float log2_lower_bound, const unsigned char* record,
-                                           const LanePieces& pieces, const Gate<4>& gate,
+template <class Layout>
+__device__ __forceinline__ void decay_rows(float log2_lower_bound, const unsigned char* rows_begin,
+                                           const LanePieces<Layout>& pieces, const Gate<4>& gate,
                                            int length, float (&growing)[kChunk][4],
                                            float (&total)[4], int lane) {
-  using Rows = RawRows<kQueries>;
-  const InverseNorms k_norms = inverse_norms(record + ChunkRecord::kKeyDecayed, lane);
-  InverseNorms q_norms = {};
-  if constexpr (kQueries) q_norms = inverse_norms(record + ChunkRecord::kQueryDecayed, lane);
+  using Rows = RawRows<Layout>;
+  const InverseNorms k_norms = inverse_norms<Layout>(rows_begin + Layout::kKeyDecayed, lane);
+  const InverseNorms q_norms = inverse_norms<Layout>(rows_begin + Layout::kQueryDecayed, lane);
   sum_log2_decays(growing, log2_lower_bound, pieces, gate, length);
 #pragma unroll
   for (int j = 0; j < 4; ++j) total[j] = exp2_approx(growing[kChunk - 1][j]);
@@ -146,52 +148,64 @@ __device__ __forceinline__ void decay_rows(float log2_lower_bound, const unsigne
         growing[i][j] = unit_key * exp2_approx(-growing[i][j]);
         key[j] = unit_key * -decay[j];
       }
-      pieces.store(ChunkRecord::kKeyDecayed, i, pack(key));
-      pieces.store(ChunkRecord::kKeyRemaining, i, pack(growing[i]));
-      if constexpr (kQueries) {
-        const float q_scale = q_norms.of_row(i);
-        float query[4];
-        unpack(query, rows.query[row]);
-        // In this order: the scale alone may be near 2^-100.
+      pieces.store(Layout::kKeyDecayed, i, pack(key));
+      pieces.store(Layout::kKeyRemaining, i, pack(growing[i]));
+      const float q_scale = q_norms.of_row(i);
+      float query[4];
+      unpack(query, rows.query[row]);
+      // In this order: the scale alone may be near 2^-100.
 #pragma unroll
-        for (int j = 0; j < 4; ++j) query[j] = query[j] * q_scale * decay[j];
-        pieces.store(ChunkRecord::kQueryDecayed, i, pack(query));
-      }
+      for (int j = 0; j < 4; ++j) query[j] = query[j] * q_scale * decay[j];
+      pieces.store(Layout::kQueryDecayed, i, pack(query));
     }
+  }
+}
+
+// K- = K^ 2^(c_T), in the place of K^.
+template <class Layout>
+__device__ __forceinline__ void store_remaining(const LanePieces<Layout>& pieces,
+                                                const float (&growing)[kChunk][4],
+                                                const float (&to_end)[4]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    float remaining[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) remaining[j] = growing[i][j] * to_end[j];
+    pieces.store(Layout::kKeyRemaining, i, pack(remaining));
+  }
+}
+
+// The decay of all tokens of a record, in this lane's channels.
+template <class Layout>
+__device__ __forceinline__ void store_decay(unsigned char* record, const float (&total)[4],
+                                            int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    *reinterpret_cast<float2*>(record + Layout::kDecay + 4 * decay_position(4 * lane + j)) =
+        make_float2(total[j], total[j + 1]);
   }
 }
 
 // The raw rows that fetch_chunk() brought -> the record, in place. The whole warp calls it, after a
 // __syncwarp() behind the copies; raw_beta is load_raw_beta()'s. Other warps may read the record
 // after one more.
-template <bool kQueries>
 __device__ __forceinline__ void prepare_record(const ForwardParams& p, unsigned char* record,
                                                const Gate<4>& gate, int length, unsigned raw_beta,
                                                int lane) {
   float growing[kChunk][4], total[4];
-  const LanePieces pieces(record, lane);
-  decay_rows<kQueries>(p.log2_lower_bound, record, pieces, gate, length, growing, total, lane);
+  const LanePieces<ChunkRecord> pieces(record, lane);
+  decay_rows(p.log2_lower_bound, record, pieces, gate, length, growing, total, lane);
   __syncwarp();
-  const Products products = multiply<kQueries>(record, record + ChunkRecord::kKeyRemaining,
-                                               ChunkRecord::kHalfBytes, lane);
+  const Products products = multiply<ChunkRecord>(record, record + ChunkRecord::kKeyRemaining,
+                                                  ChunkRecord::kHalfBytes, lane);
 
   const float b = beta_of(p, raw_beta, length, lane);
   auto& lower = lower_of(record);
   store_lower(lower, products, b, lane);
   __syncwarp();  // L is complete, and K^ has been read
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    float remaining[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) remaining[j] = growing[i][j] * total[j];
-    pieces.store(ChunkRecord::kKeyRemaining, i, pack(remaining));
-  }
-#pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    *reinterpret_cast<float2*>(record + ChunkRecord::kDecay + 4 * decay_position(4 * lane + j)) =
-        make_float2(total[j], total[j + 1]);
-  }
-  solve_and_store<kQueries>(record, products, b, lane);
+  store_remaining(pieces, growing, total);
+  store_decay<ChunkRecord>(record, total, lane);
+  solve_and_store(record, products, b, lane);
 }
 
 }  // namespace flash_kda

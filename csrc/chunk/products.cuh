@@ -12,9 +12,9 @@ struct Products {
   float scores[2][4];  // Q~ K^^T
 };
 
-// From the images of K~ and Q~ in a record and one of K^.
-template <bool kQueries>
-__device__ __forceinline__ Products multiply(const unsigned char* record,
+// From a chunk's rows of K~ and Q~ in a record and an image of K^.
+template <class Layout>
+__device__ __forceinline__ Products multiply(const unsigned char* rows,
                                              const unsigned char* growing_image,
                                              int growing_half_bytes, int lane) {
   const int a_row = lane & 15, a_byte = (lane >> 4) * 16;
@@ -22,17 +22,15 @@ __device__ __forceinline__ Products multiply(const unsigned char* record,
   Products products = {};
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
-    const unsigned char* a = record + image_offset(a_row, step * 32 + a_byte);
-    const Fragment4 key = load_matrices(a + ChunkRecord::kKeyDecayed);
+    const unsigned char* a = rows + image_offset(a_row, step * 32 + a_byte, Layout::kHalfBytes);
+    const Fragment4 key = load_matrices(a + Layout::kKeyDecayed);
+    const Fragment4 query = load_matrices(a + Layout::kQueryDecayed);
     const Fragment4 growing =
         load_matrices(growing_image + image_offset(b_row, step * 32 + b_byte, growing_half_bytes));
     mma(products.lower[0], key, growing.x[0], growing.x[1]);
     mma(products.lower[1], key, growing.x[2], growing.x[3]);
-    if constexpr (kQueries) {
-      const Fragment4 query = load_matrices(a + ChunkRecord::kQueryDecayed);
-      mma(products.scores[0], query, growing.x[0], growing.x[1]);
-      mma(products.scores[1], query, growing.x[2], growing.x[3]);
-    }
+    mma(products.scores[0], query, growing.x[0], growing.x[1]);
+    mma(products.scores[1], query, growing.x[2], growing.x[3]);
   }
   return products;
 }
@@ -62,31 +60,34 @@ __device__ __forceinline__ void store_lower(float (&lower)[kChunk][kChunk],
   }
 }
 
-// P = lower(Q~ K^^T), bf16.
-__device__ __forceinline__ void store_scores(unsigned char* image, const Products& products,
-                                             int lane) {
+// Accumulators as a 16 x 16 block of a square image; with `kLower` without what is above the
+// diagonal, which may have overflowed.
+template <int kSize, bool kLower>
+__device__ __forceinline__ void store_block(unsigned char* image, const float (&x)[2][4],
+                                            int first_row, int first_column, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = (lane >> 2) + 8 * half;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const int column = 8 * tile + 2 * (lane & 3);
-      const float* s = &products.scores[tile][2 * half];
-      *reinterpret_cast<unsigned*>(image + square_offset(row, column)) =
-          pack_bf16(column <= row ? s[0] : 0.0f, column + 1 <= row ? s[1] : 0.0f);
+      const float* pair = &x[tile][2 * half];
+      *reinterpret_cast<unsigned*>(image +
+                                   square_offset<kSize>(first_row + row, first_column + column)) =
+          pack_bf16(!kLower || column <= row ? pair[0] : 0.0f,
+                    !kLower || column + 1 <= row ? pair[1] : 0.0f);
     }
   }
 }
 
 // L, complete in lower_of(record) -> the inverse, and beside it P.
-template <bool kQueries>
 __device__ __forceinline__ void solve_and_store(unsigned char* record, const Products& products,
                                                 float b, int lane) {
   float column[kChunk];
   solve_unit_lower(column, lower_of(record), lane);
   __syncwarp();  // L has been read
-  store_inverse(record + ChunkRecord::kInverse, column, b, lane);
-  if constexpr (kQueries) store_scores(record + ChunkRecord::kScores, products, lane);
+  if (lane < kChunk) store_inverse<kChunk>(record + ChunkRecord::kInverse, column, b, 0, lane);
+  store_block<kChunk, true>(record + ChunkRecord::kScores, products.scores, 0, 0, lane);
 }
 
 }  // namespace flash_kda

@@ -6,25 +6,41 @@
 
 namespace flash_kda {
 
-template <class Ring, class Step>
-__device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain<Ring, Step>& chain,
-                                             const ChainSlice& slice, int first_row, int lane) {
-  typename Chain<Ring, Step>::State s;
+// Where a chain takes several chunks a step, `store_between(s, step, checkpoint)` leaves the state
+// after the first chunk of the step to come.
+template <class Chain, class StoreBetween>
+__device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
+                                             const ChainSlice& slice, int first_row, int lane,
+                                             StoreBetween store_between) {
+  typename Chain::State s;
+  const int length = slice.range.tokens.length;
   const StateAddress final = slice.final(p, first_row);
   chain.begin(slice, first_row, true);
   load_state(s, slice.initial(p, first_row), lane);
   Checkpoints checkpoints(p, slice.range.tokens, lane);
   // Stops at each checkpoint and at the end, outside the loop over chunks.
 #pragma unroll 1
-  for (;;) {
-    const int end = min(chain.chunks(), checkpoints.chunks());
-    chain.run(s, end);
-    if (end < checkpoints.chunks()) break;
-    store_state(s, slice.checkpoint(p, checkpoints.next(), first_row), lane);
-    checkpoints.advance();
+  for (; checkpoints.tokens() <= length; checkpoints.advance(p, lane)) {
+    const int tokens = checkpoints.tokens();
+    const StateAddress to = slice.checkpoint(p, checkpoints.next(), first_row);
+    const bool between = tokens % Chain::kTokens != 0 && tokens < length;
+    chain.run(s, tokens / Chain::kTokens + (between || tokens % Chain::kTokens == 0 ? 0 : 1));
+    if (Chain::kTokens > kChunk && between) {
+      store_between(s, tokens / Chain::kTokens, to);
+    } else {
+      store_state(s, to, lane);
+    }
   }
+  chain.run(s, chain.steps());
   chain.finish();
   store_state(s, final, lane);
+}
+
+template <class Chain>
+__device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
+                                             const ChainSlice& slice, int first_row, int lane) {
+  static_assert(Chain::kTokens == kChunk, "there is nothing between chunks");
+  run_sequence(p, chain, slice, first_row, lane, [](auto&, int, const StateAddress&) {});
 }
 
 }  // namespace flash_kda

@@ -22,15 +22,25 @@ struct ChainSlice {
   __device__ __forceinline__ ChainSlice(const SequenceRange& sequence, int head)
       : range(sequence), head(head), segment(0), empty(range.tokens.length == 0) {}
 
-  // The segment-th of the parts that the plan cuts every sequence into. They are whole chunks;
+  // The segment-th of the parts that the plan cuts every sequence into. They are whole records;
   // those past the end of a short sequence are empty.
   __device__ __forceinline__ ChainSlice(const ForwardParams& p, const SequenceRange& sequence,
                                         int head, int segment)
       : range(sequence), head(head), segment(segment), empty(range.tokens.length == 0) {
-    const int step = (chunks_of(range.tokens.length) + p.segments - 1) / p.segments * kChunk;
+    const int records = records_of(range.tokens.length, p.record_tokens);
+    const int step = (records + p.segments - 1) / p.segments * p.record_tokens;
     const int skipped = min(segment * step, range.tokens.length);
     range.tokens.begin += skipped;
+    range.first_record += skipped / p.record_tokens;
     range.tokens.length = min(step, range.tokens.length - skipped);
+  }
+
+  // The job-th of all that a launch works on.
+  __device__ __forceinline__ static ChainSlice of_job(const ForwardParams& p, long long job) {
+    const int parts = p.job_segments * p.heads;
+    const int rank = static_cast<int>(job) / parts, part = static_cast<int>(job) - rank * parts;
+    const int segment = part / p.heads;
+    return ChainSlice(p, ranked_sequence(p, rank), part - segment * p.heads, segment);
   }
 
   // Bytes from a tensor's base to channel `row` of the first token.
@@ -95,57 +105,57 @@ struct ChainSlice {
   }
 };
 
-// The checkpoints of one sequence, in order. Offsets at which none of its chunks ends are passed
-// over. The lanes of a warp read 32 offsets at once: the chain would wait for each, one by one.
+// The places in one sequence at which checkpoints are wanted, in order: ends of its chunks. Offsets
+// elsewhere and those that do not ascend are passed over. The lanes of a warp read 32 offsets at
+// once: the chain would wait for each, one by one.
 class Checkpoints {
  public:
+  static constexpr int kNone = 0x7fffffff;
+
+  Checkpoints() = default;
   __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
-      : p_(p),
-        lane_(lane),
-        begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
+      : begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
         length_(tokens.length) {
-    next_ = count_at_most([&](int c) { return offset(c); }, p.checkpoints, begin_, lane);
-    find();
+    next_ = count_at_most([&](int c) { return offset(p, c); }, p.checkpoints, begin_, lane);
+    known_end_ = next_;
+    find(p, lane);
   }
-
-  // The checkpoint to come, and how many chunks lie before it; none: more chunks than there are.
+  // The checkpoint to come, and how many of the sequence's tokens lie before it; kNone: there is
+  // none.
   __device__ __forceinline__ int next() const { return next_; }
-  __device__ __forceinline__ int chunks() const { return chunks_; }
+  __device__ __forceinline__ int tokens() const { return tokens_; }
 
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance(const ForwardParams& p, int lane) {
     ++next_;
-    find();
+    find(p, lane);
   }
 
  private:
-  __device__ __forceinline__ long long offset(int c) const {
-    return load_integer(p_.checkpoint_offsets, c * p_.checkpoint_offsets_stride,
-                        p_.checkpoint_offsets_dtype);
+  static __device__ __forceinline__ long long offset(const ForwardParams& p, int c) {
+    return load_integer(p.checkpoint_offsets, c * p.checkpoint_offsets_stride,
+                        p.checkpoint_offsets_dtype);
   }
-  __device__ __forceinline__ void find() {
-    chunks_ = 0x7fffffff;
-    for (; next_ < p_.checkpoints; ++next_) {
+  __device__ __forceinline__ void find(const ForwardParams& p, int lane) {
+    const int last = tokens_;
+    tokens_ = kNone;
+    for (; next_ < p.checkpoints; ++next_) {
       if (next_ >= known_end_) {
         known_end_ = next_ + 32;
-        known_ = next_ + lane_ < p_.checkpoints ? offset(next_ + lane_) : 0;
+        known_ = next_ + lane < p.checkpoints ? offset(p, next_ + lane) : 0;
       }
       const long long tokens = __shfl_sync(0xffffffffu, known_, next_ - known_end_ + 32) - begin_;
       if (tokens > length_) return;
-      if (tokens < last_) continue;  // not ascending: that state has passed
+      if (tokens < last) continue;  // not ascending: that state has passed
       if (tokens % kChunk == 0 || tokens == length_) {
-        last_ = static_cast<int>(tokens);
-        chunks_ = chunks_of(last_);
+        tokens_ = static_cast<int>(tokens);
         return;
       }
     }
   }
 
-  const ForwardParams& p_;
-  const int lane_;
-  const long long begin_;
-  const int length_;
-  int next_, chunks_;
-  int last_ = 1;     // tokens before the latest of them
+  long long begin_;
+  int length_;
+  int next_ = 0, tokens_ = 1;
   long long known_;  // offset known_end_ - 32 + lane
   int known_end_ = 0;
 };

@@ -137,4 +137,30 @@ __device__ __forceinline__ void store_state(const float (&s)[kTiles][kStateTiles
   }
 }
 
+// The [16 V x 8 K] accumulator of K columns 8 * n .. alone.
+__device__ __forceinline__ void store_state_tile(const float (&s)[4], int n, const StateAddress& to,
+                                                 int lane) {
+  if (to.dtype == kAbsent) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int offset = ((lane >> 2) + 8 * half) * kHeadDim + 8 * n + 2 * (lane & 3);
+    const float low = s[2 * half], high = s[2 * half + 1];
+    if (to.dtype == kFloat32) {
+      float* const x = static_cast<float*>(to.base) + offset;
+      if (to.vectorised) {
+        StatePair<float, true>::store(x, low, high);
+      } else {
+        StatePair<float, false>::store(x, low, high);
+      }
+    } else {
+      __nv_bfloat16* const x = static_cast<__nv_bfloat16*>(to.base) + offset;
+      if (to.vectorised) {
+        StatePair<__nv_bfloat16, true>::store(x, low, high);
+      } else {
+        StatePair<__nv_bfloat16, false>::store(x, low, high);
+      }
+    }
+  }
+}
+
 }  // namespace flash_kda

@@ -19,6 +19,7 @@ template <int kTilesOfWarp>
 class MmaStep {
  public:
   static constexpr int kTiles = kTilesOfWarp;
+  static constexpr int kTokens = kChunk;
   static constexpr bool kOutputs = true;
 
   __device__ __forceinline__ explicit MmaStep(int lane) {

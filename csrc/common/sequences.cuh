@@ -11,7 +11,10 @@ struct TokenRange {
   int length;  // tokens; 0 when there is nothing to do
 };
 
-__device__ __forceinline__ int chunks_of(int tokens) { return (tokens + kChunk - 1) / kChunk; }
+__device__ __forceinline__ int records_of(int tokens, int record_tokens) {
+  return (tokens + record_tokens - 1) / record_tokens;
+}
+__device__ __forceinline__ int chunks_of(int tokens) { return records_of(tokens, kChunk); }
 
 __device__ __forceinline__ long long load_integer(const void* base, long long index, int dtype) {
   return dtype == kInt64 ? static_cast<const long long*>(base)[index]
@@ -36,36 +39,37 @@ __device__ __forceinline__ int count_at_most(Entry entry, int count, long long v
   return low;
 }
 
-// Tokens of the global chunk `chunk`. All lanes of the warp call it together.
-__device__ __forceinline__ TokenRange chunk_tokens(const ForwardParams& p, int chunk, int lane) {
+// Tokens of the record-th of all records. All lanes of the warp call it together.
+__device__ __forceinline__ TokenRange record_tokens(const ForwardParams& p, int record, int lane) {
   if (p.cu_seqlens == nullptr) {
-    const int sequence = chunk / p.chunks_per_sequence;
-    const int begin = (chunk - sequence * p.chunks_per_sequence) * kChunk;
+    const int sequence = record / p.records_per_sequence;
+    const int begin = (record - sequence * p.records_per_sequence) * p.record_tokens;
     if (sequence >= p.batch) return {0, 0, 0};
-    return {sequence, begin, min(kChunk, p.tokens - begin)};
+    return {sequence, begin, min(p.record_tokens, p.tokens - begin)};
   }
-  if (chunk >= p.chunk_begin[p.sequences]) return {0, 0, 0};
-  // The last sequence that begins at or before the chunk, which skips those without chunks.
+  if (record >= p.record_begin[p.sequences]) return {0, 0, 0};
+  // The last sequence that begins at or before the record, which skips those without any.
   const int sequence =
-      count_at_most([&](int n) { return p.chunk_begin[n]; }, p.sequences, chunk, lane) - 1;
-  const int begin = p.sequence_start[sequence] + (chunk - p.chunk_begin[sequence]) * kChunk;
-  return {0, begin, min(kChunk, p.sequence_start[sequence + 1] - begin)};
+      count_at_most([&](int n) { return p.record_begin[n]; }, p.sequences, record, lane) - 1;
+  const int begin =
+      p.sequence_start[sequence] + (record - p.record_begin[sequence]) * p.record_tokens;
+  return {0, begin, min(p.record_tokens, p.sequence_start[sequence + 1] - begin)};
 }
 
 struct SequenceRange {
   int sequence;
   TokenRange tokens;
-  int first_chunk;
+  int first_record;
 };
 
 // The rank-th sequence in launch order (longest first when packed).
 __device__ __forceinline__ SequenceRange ranked_sequence(const ForwardParams& p, int rank) {
   if (p.cu_seqlens == nullptr) {
-    return {rank, {rank, 0, p.tokens}, rank * p.chunks_per_sequence};
+    return {rank, {rank, 0, p.tokens}, rank * p.records_per_sequence};
   }
   const int sequence = p.sequence_order[rank];
   const int begin = p.sequence_start[sequence];
-  return {sequence, {0, begin, p.sequence_start[sequence + 1] - begin}, p.chunk_begin[sequence]};
+  return {sequence, {0, begin, p.sequence_start[sequence + 1] - begin}, p.record_begin[sequence]};
 }
 
 }  // namespace flash_kda

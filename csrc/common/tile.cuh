@@ -25,9 +25,10 @@ __device__ __forceinline__ constexpr int image_offset(int row, int byte_in_row,
   return (byte_in_row >> 7) * half_bytes + row * 128 + ((byte_in_row & 127) ^ (row & 7) << 4);
 }
 
-// Byte offset in a 16 x 16 bf16 image of four contiguous 8 x 8 blocks.
+// Byte offset in a bf16 image of kSize x kSize, in contiguous 8 x 8 blocks, row by row.
+template <int kSize = kChunk>
 __device__ __forceinline__ int square_offset(int row, int column) {
-  return ((row >> 3) * 2 + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
+  return ((row >> 3) * (kSize / 8) + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
 }
 
 // Where a chunk's decay of an even channel and its successor stand in the record: lane 4r + c of

@@ -44,14 +44,11 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
 
   int* const schedule = address<int*>(a.workspace);
   p.sequence_start = schedule;
-  p.chunk_begin = schedule + a.sequences + 1;
+  p.record_begin = schedule + a.sequences + 1;
   p.sequence_order = schedule + 2 * (a.sequences + 1);
-  const uint64_t rest = a.workspace + plan.schedule_bytes;
-  if (is_portable(plan.path)) {
-    p.records = address<unsigned char*>(rest);
-  } else {
-    p.carried = address<float*>(rest);
-  }
+  p.records = address<unsigned char*>(a.workspace + plan.schedule_bytes);
+  p.middles = p.records + plan.record_bytes;
+  p.carried = reinterpret_cast<float*>(p.middles + plan.middle_bytes);
 
   p.q_stride = token_strides(a.q_stride);
   p.k_stride = token_strides(a.k_stride);
@@ -74,7 +71,8 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.tokens = static_cast<int>(a.tokens);
   p.heads = static_cast<int>(a.heads);
   p.sequences = static_cast<int>(a.sequences);
-  p.chunks_per_sequence = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
+  p.record_tokens = plan.path == kPathSegments ? kPair : kChunk;
+  p.records_per_sequence = static_cast<int>((a.tokens + p.record_tokens - 1) / p.record_tokens);
   p.segments = static_cast<int>(plan.segments);
   p.checkpoints = a.checkpoint_states == 0 ? 0 : static_cast<int>(a.checkpoints);
   p.beta_is_logits = a.beta_is_logits;
@@ -159,40 +157,52 @@ class Launcher {
   bool first_ = true;
 };
 
+// Where every CTA can have a multiprocessor of its own it must: started while the launch before
+// drains, they would crowd on the first ones that fall free.
+int spread(const Module& module, int64_t ctas, int smem_bytes) {
+  return ctas <= module.gpu.sm_count ? std::max(smem_bytes, module.exclusive_smem) : smem_bytes;
+}
+
 void launch_portable(const Module& module, const Plan& plan, Launcher& launch) {
   if (plan.prepare_ctas > 0) {
     launch(module.prepare, plan.prepare_ctas, kPrepareThreads, kPrepareSmemBytes,
            "launching flash_kda_prepare");
   }
   const RecurrenceShape& shape = recurrence_shape(plan.path);
-  int smem_bytes = shape.smem_bytes();
-  // Where every CTA can have a multiprocessor of its own it must: started while prepare drains,
-  // they would crowd on the first ones that fall free.
-  if (plan.chain_ctas <= module.gpu.sm_count && smem_bytes < module.exclusive_smem) {
-    smem_bytes = module.exclusive_smem;
-  }
-  launch(module.chain[plan.path], plan.chain_ctas, shape.threads(), smem_bytes,
-         "launching flash_kda_recurrence");
+  launch(module.chain[plan.path], plan.chain_ctas, shape.threads(),
+         spread(module, plan.chain_ctas, shape.smem_bytes()), "launching flash_kda_recurrence");
 }
 
 // Parameters are copied by each launch, so that the next one may change them.
+void set_jobs(ForwardParams& params, int64_t chains, int64_t segments) {
+  params.job_segments = static_cast<int>(segments);
+  params.jobs = chains * segments;
+}
+
 void launch_fused(const Module& module, const Plan& plan, int64_t chains, ForwardParams& params,
                   Launcher& launch) {
-  const auto set_jobs = [&](int64_t segments) {
-    params.job_segments = static_cast<int>(segments);
-    params.jobs = chains * segments;
-  };
-  if (plan.affine_ctas > 0) {
-    set_jobs(plan.segments - 1);
-    launch(module.affine, plan.affine_ctas, kAffine.threads(), kAffine.smem_bytes(),
-           "launching flash_kda_affine");
-  }
-  if (plan.combine_ctas > 0) {
-    launch(module.combine, plan.combine_ctas, kHeadDim, 0, "launching flash_kda_combine");
-  }
-  set_jobs(plan.segments);
+  set_jobs(params, chains, 1);
   launch(module.chain[plan.path], plan.chain_ctas, kFused.threads(), kFused.smem_bytes(),
          "launching flash_kda_fused");
+}
+
+void launch_segments(const Module& module, const Plan& plan, int64_t chains, ForwardParams& params,
+                     Launcher& launch) {
+  if (plan.prepare_ctas > 0) {
+    launch(module.prepare_pairs, plan.prepare_ctas, kPreparePairsThreads, kPreparePairsSmemBytes,
+           "launching flash_kda_prepare_pairs");
+  }
+  if (plan.affine_ctas > 0) {
+    set_jobs(params, chains, plan.segments - 1);
+    launch(module.affine, plan.affine_ctas, kAffine.threads(),
+           spread(module, plan.affine_ctas, kAffine.smem_bytes()), "launching flash_kda_affine");
+  }
+  if (plan.combine_ctas > 0) {
+    launch(module.combine, plan.combine_ctas, kCombineThreads, 0, "launching flash_kda_combine");
+  }
+  set_jobs(params, chains, plan.segments);
+  launch(module.chain[plan.path], plan.chain_ctas, kWalk.threads(), kWalk.smem_bytes(),
+         "launching flash_kda_walk");
 }
 
 }  // namespace
@@ -220,8 +230,10 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   }
   if (is_portable(plan.path)) {
     launch_portable(module, plan, launch);
-  } else {
+  } else if (plan.path == kPathFused) {
     launch_fused(module, plan, args.sequences * args.heads, params, launch);
+  } else {
+    launch_segments(module, plan, args.sequences * args.heads, params, launch);
   }
 }
 

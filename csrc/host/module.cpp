@@ -84,10 +84,13 @@ Module* open_module(const void* image, int32_t device) {
                       std::max(recurrence_shape(path).smem_bytes(), module->exclusive_smem));
     }
     if (module->gpu.capability == kHopper) {
+      module->prepare_pairs =
+          find_kernel(library, "flash_kda_prepare_pairs", kPreparePairsSmemBytes);
       module->chain[kPathFused] = find_kernel(library, "flash_kda_fused", kFused.smem_bytes());
-      module->affine = find_kernel(library, "flash_kda_affine", kAffine.smem_bytes());
+      module->affine = find_kernel(library, "flash_kda_affine",
+                                   std::max(kAffine.smem_bytes(), module->exclusive_smem));
       module->combine = find_kernel(library, "flash_kda_combine", 0);
-      module->chain[kPathSegments] = module->chain[kPathFused];
+      module->chain[kPathSegments] = find_kernel(library, "flash_kda_walk", kWalk.smem_bytes());
     }
   } catch (...) {
     d.LibraryUnload(library);

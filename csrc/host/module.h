@@ -15,8 +15,8 @@ struct Module {
   int32_t exclusive_smem;  // dynamic shared memory with which no two CTAs fit one multiprocessor
   CUfunction schedule;
   CUfunction prepare;
-  CUfunction affine, combine;    // null but on compute capability 9.0
-  CUfunction chain[kPathCount];  // the recurrence or the fused kernel of each path
+  CUfunction prepare_pairs, affine, combine;  // null but on compute capability 9.0
+  CUfunction chain[kPathCount];               // the recurrence or the fused kernel of each path
 };
 
 // Never freed: kernels may still be running when the process ends.

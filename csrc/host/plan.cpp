@@ -17,18 +17,30 @@ constexpr int64_t kAlignment = 256;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// A sequence has at most (length + 15) / 16 chunks and never more than tokens; and so on.
+int64_t records_of(const Problem& problem, int64_t tokens) {
+  return std::min(problem.t_total, (problem.t_total + (tokens - 1) * problem.sequences) / tokens);
+}
+
 // Where one path overtakes another, measured on an H200 (docs/performance.md).
-constexpr int64_t kChunksOfSegment = 48;  // shorter ones cost more in launches than they gain
-constexpr int64_t kSegmentsThatPay = 4;
+constexpr int64_t kSegmentsThatPay = 3;     // fewer save too little of the second walk
+constexpr int64_t kChunksThatPay = 256;     // of a sequence; from here on two pay, too
 constexpr int64_t kChunksThatPrepare = 24;  // from here on few heads gain by preparing beforehand
 constexpr int64_t kChunksThatRepay = 16;  // below, a cluster is kept from its next chain by states
 
-// Into how many segments sequences of so many chunks are cut, so that the pass that finds the maps
-// and the pass with the outputs, a cluster for each segment, fit the card.
+// What every further segment carries takes no more than 137 bytes a token and head.
+constexpr int64_t kChunksOfSegment = 60;
+constexpr int64_t kCarriedBytes = kCarried * kHeadDim * kHeadDim * 4;
+
+// Into how many segments sequences of so many chunks are cut: as many as can be walked at once,
+// with a multiprocessor for every CTA. More would share them, and be found in several rounds.
 int64_t segment_count(int64_t chains, int64_t chunks, int32_t sm_count) {
-  static_assert(kFused.cluster == kAffine.cluster, "both passes fit as many segments");
-  const int64_t fitting = sm_count / kFused.cluster / std::max<int64_t>(chains, 1);
-  return std::max<int64_t>(1, std::min(fitting, chunks / kChunksOfSegment));
+  const int64_t fitting = sm_count / kWalk.slices() / std::max<int64_t>(chains, 1);
+  return std::max<int64_t>(1, std::min(fitting, 1 + chunks / kChunksOfSegment));
+}
+
+bool segments_pay(int64_t segments, int64_t chunks) {
+  return segments >= kSegmentsThatPay || (segments > 1 && chunks >= kChunksThatPay);
 }
 
 // Rows of V are independent, so a head can be cut into slices of V that run on several
@@ -44,9 +56,9 @@ Path choose_portable(int64_t chains, int32_t sm_count) {
 Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu& gpu) {
   const Path portable = choose_portable(chains, gpu.sm_count);
   if (gpu.capability != kHopper) return portable;
-  // Cutting sequences more than doubles the arithmetic: each segment is walked twice, the first
-  // time with twice the rows. In exchange all are walked at once.
-  if (segment_count(chains, chunks, gpu.sm_count) >= kSegmentsThatPay) return kPathSegments;
+  // Cutting sequences triples the chain's arithmetic: each segment is walked twice, the first time
+  // with twice the rows. In exchange all are walked at once.
+  if (segments_pay(segment_count(chains, chunks, gpu.sm_count), chunks)) return kPathSegments;
   const int64_t clusters = std::max(1, gpu.sm_count / kFused.cluster);
   if (chains <= clusters) {
     return portable == kPortableV32 && chunks >= kChunksThatPrepare ? portable : kPathFused;
@@ -58,10 +70,10 @@ Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu&
   return mostly_padding || (fills && chunks >= kChunksThatRepay) ? kPathFused : portable;
 }
 
-// Jobs are dealt out to as many clusters as the card has room for at once.
-int64_t fused_ctas(const FusedShape& shape, int64_t jobs, int32_t sm_count) {
-  const int64_t clusters = std::max(1, sm_count / shape.cluster);
-  return std::min(jobs, clusters) * shape.cluster;
+// Chains are dealt out to as many clusters as the card has room for at once.
+int64_t fused_ctas(int64_t chains, int32_t sm_count) {
+  const int64_t clusters = std::max(1, sm_count / kFused.cluster);
+  return std::min(chains, clusters) * kFused.cluster;
 }
 
 void check_sizes(const Problem& problem) {
@@ -103,8 +115,7 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   }
   // Products of two sizes stay below 2^62.
   const int64_t chains = sequences * heads;
-  // A sequence has at most (length + 15) / 16 chunks and never more than tokens.
-  const int64_t chunks = std::min(t_total, (t_total + (kChunk - 1) * sequences) / kChunk);
+  const int64_t chunks = records_of(problem, kChunk);
   // Checked before a path is chosen: that multiplies the number of chains once more.
   const int64_t record_count = chunks * heads;
   const int64_t slices = kRecurrenceV32.slices();  // of the path with the most
@@ -127,30 +138,41 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   }
   plan.segments = 1;
   plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
-  plan.workspace_bytes = plan.schedule_bytes;
+  if (plan.path == kPathFused) {
+    plan.workspace_bytes = plan.schedule_bytes;
+    plan.chain_ctas = fused_ctas(chains, gpu.sm_count);
+    return plan;
+  }
   if (is_portable(plan.path)) {
-    plan.workspace_bytes += record_count * ChunkRecord::kBytes;
+    plan.record_bytes = record_count * ChunkRecord::kBytes;
+    plan.workspace_bytes = plan.schedule_bytes + plan.record_bytes;
     plan.prepare_ctas = ceil_div(record_count, kPrepareWarps);
     plan.chain_ctas = chains * recurrence_shape(plan.path).slices();
     return plan;
   }
-  if (plan.path == kPathSegments) {
-    plan.segments = segment_count(chains, chunks_of_sequence, gpu.sm_count);
-    const int64_t cut = chains * (plan.segments - 1);
-    plan.workspace_bytes += cut * kCarried * kHeadDim * kHeadDim * static_cast<int64_t>(4);
-    if (cut > 0) {
-      plan.affine_ctas = fused_ctas(kAffine, cut, gpu.sm_count);
-      if (plan.segments > 2) plan.combine_ctas = chains * (kHeadDim / kCombineRows);
-    }
-  }
-  plan.chain_ctas = fused_ctas(kFused, chains * plan.segments, gpu.sm_count);
+  const int64_t pairs = records_of(problem, kPair) * heads;
+  plan.segments = segment_count(chains, chunks_of_sequence, gpu.sm_count);
+  const int64_t cut = chains * (plan.segments - 1);
+  plan.record_bytes = pairs * PairRecord::kBytes;
+  plan.middle_bytes = pairs * MiddleRecord::kBytes;
+  plan.workspace_bytes =
+      plan.schedule_bytes + plan.record_bytes + plan.middle_bytes + cut * kCarriedBytes;
+  plan.prepare_ctas = ceil_div(pairs, kPairsOfCta);
+  plan.affine_ctas = cut * kCarried * kAffine.slices();
+  if (plan.segments > 2) plan.combine_ctas = chains * (kHeadDim / kCombineRows);
+  plan.chain_ctas = chains * plan.segments * kWalk.slices();
   return plan;
 }
 
 int64_t largest_workspace(const Problem& problem) {
-  // A segment carries less than its chunks' records take.
-  static_assert(kCarried * kHeadDim * kHeadDim * 4 < kChunksOfSegment * ChunkRecord::kBytes);
-  return make_plan(problem, {0, 1}, kPortableV128).workspace_bytes;
+  const Plan portable = make_plan(problem, {0, 1}, kPortableV128);
+  const int64_t pairs = records_of(problem, kPair) * problem.heads;
+  const int64_t chunks = records_of(problem, kChunk) * problem.heads;
+  // Wherever sequences are cut, they are so many times at most.
+  const int64_t cuts = chunks / kChunksOfSegment;
+  return std::max(portable.workspace_bytes,
+                  portable.schedule_bytes + cuts * kCarriedBytes +
+                      pairs * (PairRecord::kBytes + MiddleRecord::kBytes));
 }
 
 }  // namespace flash_kda::host

@@ -37,12 +37,13 @@ const RecurrenceShape& recurrence_shape(Path path);  // of a portable path
 
 struct Plan {
   Path path;
-  int64_t schedule_bytes;             // the integer arrays at the start of the workspace
-  int64_t workspace_bytes;            // arrays, then records or what segments carry
-  int64_t prepare_ctas;               // 0: nothing to prepare
-  int64_t segments;                   // parts that every sequence is cut into
-  int64_t affine_ctas, combine_ctas;  // 0: not cut
-  int64_t chain_ctas;                 // of the recurrence or the fused kernel
+  int64_t schedule_bytes;              // the integer arrays at the start of the workspace
+  int64_t record_bytes, middle_bytes;  // the records after them
+  int64_t workspace_bytes;             // both, and what segments carry
+  int64_t prepare_ctas;                // 0: nothing to prepare
+  int64_t segments;                    // parts that every sequence is cut into
+  int64_t affine_ctas, combine_ctas;   // 0: not cut
+  int64_t chain_ctas;                  // of the kernel with the outputs
 };
 
 // `forced_path` is a Path or FLASH_KDA_PATH_AUTO. Throws Error on sizes no launch could have.

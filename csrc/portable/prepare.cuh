@@ -21,16 +21,16 @@ __device__ void prepare(const ForwardParams& p, PrepareSmem& smem) {
   const unsigned work = blockIdx.x * kPrepareWarps + warp;  // the plan keeps it below 2^31
   const int chunk = work / static_cast<unsigned>(p.heads);
   const int head = work - chunk * p.heads;
-  const TokenRange tokens = chunk_tokens(p, chunk, lane);
+  const TokenRange tokens = record_tokens(p, chunk, lane);
   if (tokens.length <= 0) return;
 
-  fetch_chunk<true>(p, record, tokens, head, lane);
+  fetch_chunk<ChunkRecord>(p, record, tokens, head, lane);
   const unsigned raw_beta = load_raw_beta(p, tokens, head, lane);
   const Gate<4> gate(p, head, 4 * lane);
   allow_next_launch();
   copy_async_wait_all();
   __syncwarp();  // every lane's copies have landed
-  prepare_record<true>(p, record, gate, tokens.length, raw_beta, lane);
+  prepare_record(p, record, gate, tokens.length, raw_beta, lane);
 
   fence_async_shared();
   __syncwarp();

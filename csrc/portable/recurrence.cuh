@@ -4,22 +4,16 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "chunk/copied_ring.cuh"
 #include "chunk/sequence.cuh"
 #include "chunk/step_mma.cuh"
-#include "portable/ring.cuh"
 
 namespace flash_kda::portable {
 
 template <const RecurrenceShape& kShape>
 __device__ __forceinline__ void recurrence(const ForwardParams& p, RecurrenceSmem<kShape>& smem) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kShape.stages; ++i) {
-      FullBarrier::init(&smem.full[i], 1);
-      EmptyBarrier::init(&smem.empty[i], kShape.warps);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
+  if (threadIdx.x == 0) smem.init();
   __syncthreads();
   wait_for_previous_launch();
   const int job = blockIdx.x / kShape.slices();
@@ -28,7 +22,8 @@ __device__ __forceinline__ void recurrence(const ForwardParams& p, RecurrenceSme
   const ChainSlice slice(ranked_sequence(p, rank), job - rank * p.heads);
   if (warp < kShape.warps) {
     if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_alloc<232>();
-    Chain<RecordRing<kShape>, MmaStep<kShape.tiles>> chain(p, {smem}, smem.warp[warp]);
+    Chain<CopiedRing<kShape>, MmaStep<kShape.tiles>, typename RecurrenceMemory<kShape>::Warp> chain(
+        p, {smem}, smem.warp[warp]);
     run_sequence(p, chain, slice, first_row + warp * kShape.rows_per_warp(), lane);
   } else {
     if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();

@@ -72,7 +72,7 @@ __device__ void schedule(const ForwardParams& p) {
   int chunks = 0;
   if (tid == 0) {
     p.sequence_start[0] = reached;
-    p.chunk_begin[0] = 0;
+    p.record_begin[0] = 0;
   }
   for (int base = 0; base < p.sequences; base += kScheduleThreads) {
     const int n = base + tid;
@@ -82,9 +82,9 @@ __device__ void schedule(const ForwardParams& p) {
     if (present) p.sequence_start[n + 1] = end;
     __syncthreads();
     const int length = present ? end - p.sequence_start[n] : 0;
-    const int chunk_end = block_scan(chunks_of(length), chunks, totals, Sum{});
+    const int chunk_end = block_scan(records_of(length, p.record_tokens), chunks, totals, Sum{});
     if (present) {
-      p.chunk_begin[n + 1] = chunk_end;
+      p.record_begin[n + 1] = chunk_end;
       atomicAdd(&class_offset[length_class(length)], 1);
     }
   }

@@ -18,7 +18,7 @@ __device__ __forceinline__ void cluster_sync() {
 
 // Calls compute(cta, warp, lane) in the computing warps. Every chain warp must go through every
 // chunk of every job.
-template <const FusedShape& kShape, bool kQueries, class Compute>
+template <const FusedShape& kShape, class Compute>
 __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<kShape>& smem,
                                              Compute compute) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -34,11 +34,10 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kShape.other_registers()>();
     if (warp < kFirstRows) {
-      SolverWarp<kShape, kQueries>(p, smem, cta, warp - kShape.warps, lane).run();
+      SolverWarp<kShape>(p, smem, cta, warp - kShape.warps, lane).run();
     } else {
       const int member = warp - kFirstRows;
-      RowsWarp<kShape, kQueries>(p, smem, cta, member / kGroupWarps, member % kGroupWarps, lane)
-          .run();
+      RowsWarp<kShape>(p, smem, cta, member / kGroupWarps, member % kGroupWarps, lane).run();
     }
   }
   // The others may still write here or wait for arrivals.
@@ -47,8 +46,9 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
 
 template <const FusedShape& kShape>
 __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>& smem) {
-  with_records<kShape, true>(p, smem, [&](int cta, int warp, int lane) {
-    Chain<RecordRing<kShape>, WgmmaStep<true>> chain(p, {smem}, smem.warp[warp]);
+  with_records<kShape>(p, smem, [&](int cta, int warp, int lane) {
+    Chain<RecordRing<kShape>, WgmmaStep<kChunk, true>, FusedWarpMemory> chain(p, {smem},
+                                                                              smem.warp[warp]);
     const int first_row = cta * kShape.slice_rows() + kRowsOfWarp * warp;
     Jobs<kShape.cluster> jobs(p);
     ChainSlice slice;

@@ -36,7 +36,7 @@ struct FusedSmem {
   };
   Stage stage[kShape.stages];
   Growing growing[kShape.solvers];  // K^, which only the products need: of each solver's chunk
-  ChainWarpMemory<1> warp[kShape.warps];
+  FusedWarpMemory warp[kShape.warps];
   GroupMemory group[kShape.groups];
   // images: the four images of a chunk are complete; an arrival of each warp of a group.
   // full: the record is; one arrival, of the warp that solved it, or of the CTA that sent it.

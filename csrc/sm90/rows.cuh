@@ -16,7 +16,7 @@
 
 namespace flash_kda::sm90 {
 
-template <const FusedShape& kShape, bool kQueries>
+template <const FusedShape& kShape>
 class RowsWarp {
  public:
   __device__ __forceinline__ RowsWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
@@ -125,8 +125,7 @@ class RowsWarp {
     const TokenRange tokens = walk_.tokens();
     fetch_rows(record + ChunkRecord::kKeyDecayed, p_.k, p_.k_stride, tokens);
     fetch_rows(record + ChunkRecord::kKeyRemaining, p_.g, p_.g_stride, tokens);
-    if constexpr (kQueries)
-      fetch_rows(record + ChunkRecord::kQueryDecayed, p_.q, p_.q_stride, tokens);
+    fetch_rows(record + ChunkRecord::kQueryDecayed, p_.q, p_.q_stride, tokens);
     copy_async_commit();
   }
 
@@ -153,15 +152,15 @@ class RowsWarp {
     const float inverse_norm = collect_norms(record, squares);
     wait_for_solver(index);
     parity_ ^= 1;
-    unsigned next_key = pieces.load(ChunkRecord::kKeyDecayed, 0), next_query = 0;
-    if constexpr (kQueries) next_query = pieces.load(ChunkRecord::kQueryDecayed, 0);
+    unsigned next_key = pieces.load(ChunkRecord::kKeyDecayed, 0);
+    unsigned next_query = pieces.load(ChunkRecord::kQueryDecayed, 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const unsigned raw_key = next_key, raw_query = next_query;
       // Before anything is stored: the compiler could not move these loads over a store.
       if (i + 1 < kRows) {
         next_key = pieces.load(ChunkRecord::kKeyDecayed, i + 1);
-        if constexpr (kQueries) next_query = pieces.load(ChunkRecord::kQueryDecayed, i + 1);
+        next_query = pieces.load(ChunkRecord::kQueryDecayed, i + 1);
       }
       const float k_scale = __shfl_sync(kWarpMask, inverse_norm, row_of(i));
       const float key[2] = {bf16_low(raw_key) * k_scale, bf16_high(raw_key) * k_scale};
@@ -171,12 +170,10 @@ class RowsWarp {
       pieces.store_growing(i, growing[0], growing[1]);
       pieces.store(ChunkRecord::kKeyRemaining, i, growing[0] * total[0], growing[1] * total[1]);
       pieces.store(ChunkRecord::kKeyDecayed, i, key[0] * -decay[0], key[1] * -decay[1]);
-      if constexpr (kQueries) {
-        const float q_scale = __shfl_sync(kWarpMask, inverse_norm, kChunk + row_of(i));
-        // In this order: the scale alone may be near 2^-100.
-        pieces.store(ChunkRecord::kQueryDecayed, i, bf16_low(raw_query) * q_scale * decay[0],
-                     bf16_high(raw_query) * q_scale * decay[1]);
-      }
+      const float q_scale = __shfl_sync(kWarpMask, inverse_norm, kChunk + row_of(i));
+      // In this order: the scale alone may be near 2^-100.
+      pieces.store(ChunkRecord::kQueryDecayed, i, bf16_low(raw_query) * q_scale * decay[0],
+                   bf16_high(raw_query) * q_scale * decay[1]);
     }
     if (half_ == 0) {
       *reinterpret_cast<float2*>(record + ChunkRecord::kDecay + 4 * decay_position(channel())) =
@@ -214,7 +211,7 @@ class RowsWarp {
   __device__ __forceinline__ void publish_squares(const unsigned char* record,
                                                   float (&squares)[kGroupWarps][2 * kChunk]) {
     publish(record + ChunkRecord::kKeyDecayed, squares[warp_]);
-    if constexpr (kQueries) publish(record + ChunkRecord::kQueryDecayed, squares[warp_] + kChunk);
+    publish(record + ChunkRecord::kQueryDecayed, squares[warp_] + kChunk);
   }
   __device__ __forceinline__ void publish(const unsigned char* image, float* squares) const {
     float upper[4] = {}, lower[4] = {};
@@ -237,14 +234,13 @@ class RowsWarp {
     const float sum = sum_of_warps(squares);
     float inverse = inverse_norm(sum);
     // All warps of the group see the same sums, so they meet again together.
-    const bool again_needed = (kQueries || lane_ < kChunk) && overflowed(sum);
+    const bool again_needed = overflowed(sum);
     if (__any_sync(kWarpMask, again_needed)) {
       float (&again)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][1];
 #pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
         publish_shrunk(record + ChunkRecord::kKeyDecayed, i, again[warp_]);
-        if constexpr (kQueries)
-          publish_shrunk(record + ChunkRecord::kQueryDecayed, i, again[warp_] + kChunk);
+        publish_shrunk(record + ChunkRecord::kQueryDecayed, i, again[warp_] + kChunk);
       }
       meet();
       if (again_needed) inverse = inverse_norm_of_shrunk(sum_of_warps(again));

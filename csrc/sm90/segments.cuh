@@ -1,80 +1,152 @@
+// Records that prepare_pairs has left in the workspace, and a chain by wgmma that walks through
+// them. A CTA owns all rows of V, two warpgroups: one's waits are the other's work.
+//
 // Few heads and long sequences: a sequence is cut into segments that are worked on at once. Within
 // a segment the state is an affine map of the state before it, S^T -> S^T M + B, exactly: B is the
 // state that the segment leaves when it starts from zero, and M what it makes of the identity
 // without values. So, one launch after the other:
 //
-//   affine   M and B of every segment but the last; of the first one the state after it, and in the
-//            place of M a copy of the initial state
-//   combine  the state after each: S <- S M + B, in fp32
-//   fused    every segment from its state
+//   prepare_pairs  the records of all pairs of chunks
+//   affine         M and B of every segment but the last; of the first one the state after it, and
+//   in the
+//                  place of M a copy of the initial state
+//   combine        the state after each: S <- S M + B, in fp32
+//   walk           every segment from its state
 #pragma once
 
-#include "sm90/fused.cuh"
+#include "chunk/copied_ring.cuh"
+#include "chunk/sequence.cuh"
+#include "sm90/between.cuh"
+#include "sm90/step_wgmma.cuh"
 
 namespace flash_kda::sm90 {
 
-// CTA 0 of a cluster carries B, CTA 1 M.
-template <const FusedShape& kShape>
-__device__ __forceinline__ void affine(const ForwardParams& p, FusedSmem<kShape>& smem) {
-  static_assert(kShape.cluster == kCarried && kShape.slice_rows() == kHeadDim);
-  with_records<kShape, false>(p, smem, [&](int cta, int warp, int lane) {
-    Chain<RecordRing<kShape>, WgmmaStep<false>> chain(p, {smem}, smem.warp[warp]);
-    const int row = kRowsOfWarp * warp;
-    Jobs<kShape.cluster> jobs(p);
-    ChainSlice slice;
-#pragma unroll 1
-    while (jobs.next(slice)) {
-      float s[1][kStateTiles][4];
-      chain.begin(slice, row, cta == kCarriedState);
-      const bool first = slice.segment == 0, map = cta == kCarriedMap;
+template <const RecurrenceShape& kShape, bool kOutputs>
+using WalkChain = Chain<CopiedRing<kShape>, WgmmaStep<kShape.record_tokens, kOutputs>,
+                        typename RecurrenceMemory<kShape>::Warp>;
+
+// Calls compute(warp, lane) in the computing warps, while another copies the slice's records.
+template <const RecurrenceShape& kShape, class Compute>
+__device__ __forceinline__ void with_copied_records(const ForwardParams& p,
+                                                    RecurrenceSmem<kShape>& smem,
+                                                    const ChainSlice& slice, Compute compute) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (threadIdx.x == 0) smem.init();
+  __syncthreads();
+  if (warp < kShape.warps) {
+    compute(warp, lane);
+  } else if (lane == 0) {
+    copy_records<kShape>(p, smem, slice);
+  }
+}
+
+template <const RecurrenceShape& kShape>
+__device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kShape>& smem) {
+  wait_for_previous_launch();
+  const int job = blockIdx.x / kShape.slices();
+  const int first_row = (blockIdx.x - job * kShape.slices()) * kShape.rows();
+  const ChainSlice slice = ChainSlice::of_job(p, job);
+  with_copied_records<kShape>(p, smem, slice, [&](int warp, int lane) {
+    WalkChain<kShape, true> chain(p, {smem}, smem.warp[warp]);
+    run_sequence(p, chain, slice, first_row + warp * kShape.rows_per_warp(), lane,
+                 [&](const auto& s, int step, const StateAddress& to) {
+                   const long long pair =
+                       static_cast<long long>(slice.range.first_record + step) * p.heads +
+                       slice.head;
+                   store_between(chain, s, p.middles + pair * MiddleRecord::kBytes, to, lane);
+                 });
+  });
+}
+
+// The first CTAs of a job carry B, the others M.
+template <const RecurrenceShape& kShape>
+__device__ __forceinline__ void affine(const ForwardParams& p, RecurrenceSmem<kShape>& smem) {
+  wait_for_previous_launch();
+  constexpr int kParts = kCarried * kShape.slices();
+  const int job = blockIdx.x / kParts, part = blockIdx.x - job * kParts;
+  const int which = part / kShape.slices();
+  const int first_row = part % kShape.slices() * kShape.rows();
+  const ChainSlice slice = ChainSlice::of_job(p, job);
+  const bool first = slice.segment == 0, map = which == kCarriedMap;
+  float s[1][kStateTiles][4];
+  if (first && map) {
+    const int row = first_row + (threadIdx.x >> 5) * kShape.rows_per_warp();
+    if (threadIdx.x < 32 * kShape.warps) {
+      load_state(s, slice.given(p, row), threadIdx.x & 31);
+      store_state(s, slice.carried(p, 0, which, row), threadIdx.x & 31);
+    }
+  } else {
+    with_copied_records<kShape>(p, smem, slice, [&](int warp, int lane) {
+      const int row = first_row + warp * kShape.rows_per_warp();
+      WalkChain<kShape, false> chain(p, {smem}, smem.warp[warp]);
+      chain.begin(slice, row, !map);
       if (first) {
         load_state(s, slice.given(p, row), lane);
-        if (map) store_state(s, slice.carried(p, 0, kCarriedMap, row), lane);
       } else if (map) {
         load_identity(s, row, lane);
       } else {
         load_state(s, {nullptr, kAbsent, false}, lane);
       }
-      chain.run(s, chain.chunks());
-      if (!first || !map) store_state(s, slice.carried(p, slice.segment, cta, row), lane);
-    }
-  });
+      chain.run(s, chain.steps());
+      store_state(s, slice.carried(p, slice.segment, which, row), lane);
+    });
+  }
   allow_next_launch();
 }
 
-// One CTA: kCombineRows rows of V of one sequence and head, through all segments. Thread t owns
-// channel t.
+// One CTA: kCombineRows rows of V of one sequence and head, through all segments. A thread owns a
+// channel and a part of the sum over k; the maps of the next segment come while it adds.
 __device__ __forceinline__ void combine(const ForwardParams& p) {
+  constexpr int kParts = kCombineThreads / kHeadDim, kOfPart = kHeadDim / kParts;
+  constexpr int kSlices = kHeadDim / kCombineRows, kRowsOfThread = kCombineRows / kParts;
+  constexpr int kState = kHeadDim * kHeadDim;
   __shared__ __align__(16) float state[kHeadDim][kCombineRows];
-  constexpr int kSlices = kHeadDim / kCombineRows;
-  const int channel = threadIdx.x;
+  __shared__ float sums[kParts][kCombineRows][kHeadDim];
+  const int channel = threadIdx.x % kHeadDim, part = threadIdx.x / kHeadDim;
   const long long chain = blockIdx.x / kSlices;
   const int first_row = blockIdx.x % kSlices * kCombineRows;
   wait_for_previous_launch();
   allow_next_launch();
-  constexpr int kState = kHeadDim * kHeadDim;
+  // This thread's place in its own rows, and its part of the map.
   float* carried = p.carried + chain * (p.segments - 1) * kCarried * kState;
-  float sums[kCombineRows];
+  const int own_row = kRowsOfThread * part;
+  const int place = (first_row + own_row) * kHeadDim + channel;
+  const int map_place = kCarriedMap * kState + kOfPart * part * kHeadDim + channel;
+  float map[kOfPart], own[kRowsOfThread];
 #pragma unroll
-  for (int i = 0; i < kCombineRows; ++i) sums[i] = carried[(first_row + i) * kHeadDim + channel];
+  for (int i = 0; i < kRowsOfThread; ++i)
+    state[channel][own_row + i] = carried[place + i * kHeadDim];
+  carried += kCarried * kState;
+#pragma unroll
+  for (int i = 0; i < kOfPart; ++i) map[i] = carried[map_place + i * kHeadDim];
 #pragma unroll 1
   for (int segment = 1; segment < p.segments - 1; ++segment) {
-    carried += kCarried * kState;
-    __syncthreads();  // the state before has been read
 #pragma unroll
-    for (int i = 0; i < kCombineRows; ++i) state[channel][i] = sums[i];
-    __syncthreads();
+    for (int i = 0; i < kRowsOfThread; ++i) own[i] = carried[place + i * kHeadDim];
+    __syncthreads();  // the state before is complete
+    float partial[kCombineRows] = {};
 #pragma unroll
-    for (int i = 0; i < kCombineRows; ++i) sums[i] = carried[(first_row + i) * kHeadDim + channel];
-    const float* map = carried + kCarriedMap * kState + channel;
-#pragma unroll 32
-    for (int k = 0; k < kHeadDim; ++k) {
-      const float factor = map[k * kHeadDim];
+    for (int k = 0; k < kOfPart; ++k) {
 #pragma unroll
-      for (int i = 0; i < kCombineRows; ++i) sums[i] = fmaf(state[k][i], factor, sums[i]);
+      for (int i = 0; i < kCombineRows; ++i)
+        partial[i] = fmaf(state[kOfPart * part + k][i], map[k], partial[i]);
+    }
+    if (segment + 1 < p.segments - 1) {
+#pragma unroll
+      for (int i = 0; i < kOfPart; ++i)
+        map[i] = carried[kCarried * kState + map_place + i * kHeadDim];
     }
 #pragma unroll
-    for (int i = 0; i < kCombineRows; ++i) carried[(first_row + i) * kHeadDim + channel] = sums[i];
+    for (int i = 0; i < kCombineRows; ++i) sums[part][i][channel] = partial[i];
+    __syncthreads();  // all parts are there, and the state before has been read
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      float sum = own[i];
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) sum += sums[j][own_row + i][channel];
+      carried[place + i * kHeadDim] = state[channel][own_row + i] = sum;
+    }
+    carried += kCarried * kState;
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace flash_kda::sm90 {
 
-template <const FusedShape& kShape, bool kQueries>
+template <const FusedShape& kShape>
 class SolverWarp {
  public:
   __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
@@ -40,10 +40,10 @@ class SolverWarp {
  private:
   __device__ __forceinline__ void solve(unsigned char* record, float b) const {
     const Products products =
-        multiply<kQueries>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
+        multiply<ChunkRecord>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
     __syncwarp();  // L is complete
-    solve_and_store<kQueries>(record, products, b, lane_);
+    solve_and_store(record, products, b, lane_);
   }
 
   __device__ __forceinline__ void hand_over(int stage) const {

@@ -1,9 +1,10 @@
-// A chunk's step of the state in one warpgroup, by wgmma: 64 rows of V, a warp 16 of them.
+// A step of the state in one warpgroup, by wgmma, through one chunk or two: 64 rows of V, a warp 16
+// of them.
 //
 // The same products as in chunk/step_mma.cuh, with the same fragments: an accumulator of wgmma is
 // one of mma.sync in each warp, and rounded to bf16 it is the A operand of the next product. What
 // differs is that B operands are read from shared memory by the tensor cores themselves. K~ and Q~
-// stand one after the other in the record, so that one product of 32 columns serves both.
+// stand one after the other in the record, so that one product serves both.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -48,49 +49,66 @@ __device__ __forceinline__ void fence_registers(float (&d)[kSize]) {
   for (int i = 0; i < kSize; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
-template <bool kWithOutputs>
+// wgmma with A in registers and B of so many columns.
+template <int kColumns>
+struct Wgmma;
+template <>
+struct Wgmma<16> {
+  using Op = gmma::MMA_64x16x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::K>;
+};
+template <>
+struct Wgmma<32> {
+  using Op = gmma::MMA_64x32x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::K>;
+};
+template <>
+struct Wgmma<64> {
+  using Op = gmma::MMA_64x64x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::K>;
+};
+
+template <int kTokensOfRecord, bool kWithOutputs>
 class WgmmaStep {
  public:
   static constexpr int kTiles = 1;
+  static constexpr int kTokens = kTokensOfRecord;
   static constexpr bool kOutputs = kWithOutputs;
 
   __device__ __forceinline__ explicit WgmmaStep(int lane)
-      : decay_(ChunkRecord::kDecay + 16 * (lane & 3)) {}
+      : decay_(Layout::kDecay + 16 * (lane & 3)) {}
 
   // As MmaStep::advance(). All warps of the warpgroup call it together.
   template <class Acquire, class Overlap>
-  __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4], float (&x)[1][2][4],
-                                          float (&o)[1][2][4], Acquire acquire,
+  __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4],
+                                          float (&x)[1][kTokens / 8][4],
+                                          float (&o)[1][kTokens / 8][4], Acquire acquire,
                                           Overlap overlap) const {
     using namespace cute;
-    constexpr auto kK = gmma::Major::K;
+    constexpr int kSums = kTokens / 2;  // a lane's of 16 rows and the tokens
     auto& s = reinterpret_cast<float (&)[4 * kStateTiles]>(state);
     unsigned a[2 * kStateTiles];
 #pragma unroll
     for (int i = 0; i < 2 * kStateTiles; ++i) a[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 
-    // V - S K~ in the first eight, S Q~ in the others.
-    float xo[kOutputs ? 16 : 8];
+    // V - S K~ in the first half, S Q~ in the other.
+    float xo[kOutputs ? 2 * kSums : kSums];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) xo[i] = x[0][i >> 2][i & 3];
+    for (int i = 0; i < kSums; ++i) xo[i] = x[0][i >> 2][i & 3];
     if constexpr (kOutputs) {
 #pragma unroll
-      for (int i = 8; i < 16; ++i) xo[i] = 0.0f;
+      for (int i = kSums; i < 2 * kSums; ++i) xo[i] = 0.0f;
     }
     const unsigned char* const record = acquire();
     // Without the CTA's rank, which stands above the offset in a cluster's addresses.
     const unsigned long long base = cast_smem_ptr_to_uint(record) >> 4 & 0x3fff;
     // Rows of 8 tokens are 1024 bytes apart; 16 channels are 32 bytes of a row.
     const unsigned long long decayed =
-        base + (ChunkRecord::kKeyDecayed >> 4) | operand_layout(kSwizzle128, 16, 1024);
-    using Square = gmma::MMA_64x16x16_F32BF16BF16_RS<kK, kK>;
-    using Both = cute::conditional_t<kOutputs, gmma::MMA_64x32x16_F32BF16BF16_RS<kK, kK>, Square>;
+        base + (Layout::kKeyDecayed >> 4) | operand_layout(kSwizzle128, 16, 1024);
+    using Square = typename Wgmma<kTokens>::Op;
+    using Both = typename Wgmma<kOutputs ? 2 * kTokens : kTokens>::Op;
     fence_registers(xo);
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      multiply_add<Both>(xo, a + 4 * k,
-                         decayed + k % 4 * 2 + k / 4 * (ChunkRecord::kHalfBytes >> 4));
+      multiply_add<Both>(xo, a + 4 * k, decayed + k % 4 * 2 + k / 4 * (Layout::kHalfBytes >> 4));
     }
     warpgroup_commit_batch();
 #pragma unroll
@@ -103,35 +121,35 @@ class WgmmaStep {
     warpgroup_wait<0>();
     fence_registers(xo);
 
-    unsigned u[4];
+    unsigned u[kSums / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) u[i] = pack_bf16(xo[2 * i], xo[2 * i + 1]);
-    float update[8];
+    for (int i = 0; i < kSums / 2; ++i) u[i] = pack_bf16(xo[2 * i], xo[2 * i + 1]);
+    float update[kSums];
     // 8 x 8 blocks of 128 bytes: the next along a row, the next row of blocks.
-    const unsigned long long square = operand_layout(kSwizzleNone, 128, 256);
+    const unsigned long long square = operand_layout(kSwizzleNone, 128, 128 * kTokens / 8);
     fence_registers(update);
     warpgroup_arrive();
-    multiply_add<Square>(update, u, base + (ChunkRecord::kInverse >> 4) | square,
-                         gmma::ScaleOut::Zero);
+    multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square, 256,
+                            gmma::ScaleOut::Zero);
     warpgroup_commit_batch();
     warpgroup_wait<0>();
     fence_registers(update);
 
 #pragma unroll
-    for (int i = 0; i < 4; ++i) u[i] = pack_bf16(update[2 * i], update[2 * i + 1]);
+    for (int i = 0; i < kSums / 2; ++i) u[i] = pack_bf16(update[2 * i], update[2 * i + 1]);
     // Its own sum: accumulators that are part of others' would make the compiler serialize.
-    float within[8];
+    float within[kSums];
     fence_registers(s);
     fence_registers(within);
     warpgroup_arrive();
     // K- is stored token by token: 64 channels of a token, the next 64, the next 8 tokens.
-    multiply_add<gmma::MMA_64x128x16_F32BF16BF16_RS<kK, gmma::Major::MN>>(
+    multiply_chunks<gmma::MMA_64x128x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::MN>>(
         s, u,
-        base + (ChunkRecord::kKeyRemaining >> 4) |
-            operand_layout(kSwizzle128, ChunkRecord::kHalfBytes, 1024));
+        base + (Layout::kKeyRemaining >> 4) | operand_layout(kSwizzle128, Layout::kHalfBytes, 1024),
+        128 * kChunk, gmma::ScaleOut::One);
     if constexpr (kOutputs) {
-      multiply_add<Square>(within, u, base + (ChunkRecord::kScores >> 4) | square,
-                           gmma::ScaleOut::Zero);
+      multiply_chunks<Square>(within, u, base + (Layout::kScores >> 4) | square, 256,
+                              gmma::ScaleOut::Zero);
     }
     warpgroup_commit_batch();
     overlap();
@@ -140,11 +158,25 @@ class WgmmaStep {
     fence_registers(within);
     if constexpr (kOutputs) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) o[0][i >> 2][i & 3] = xo[8 + i] + within[i];
+      for (int i = 0; i < kSums; ++i) o[0][i >> 2][i & 3] = xo[kSums + i] + within[i];
     }
   }
 
  private:
+  using Layout = Record<kTokens>;
+
+  // d += u b over all tokens; `chunk_bytes` from those of one chunk in b to the next one's.
+  template <class Op, int kSize>
+  static __device__ __forceinline__ void multiply_chunks(float (&d)[kSize], const unsigned* u,
+                                                         unsigned long long b, int chunk_bytes,
+                                                         gmma::ScaleOut scale) {
+#pragma unroll
+    for (int i = 0; i < kTokens / kChunk; ++i) {
+      multiply_add<Op>(d, u + 4 * i, b + i * (chunk_bytes >> 4),
+                       i == 0 ? scale : gmma::ScaleOut::One);
+    }
+  }
+
   // Volatile, so that it stays behind the products above: a multiplication that waits for its
   // decay among them would hold up those to come.
   static __device__ __forceinline__ float4 load_after_products(const unsigned char* shared) {

@@ -20,10 +20,7 @@ class Jobs {
         static_cast<long long>(turn_) * clusters + (turn_ & 1 ? clusters - 1 - cluster : cluster);
     if (job >= p_.jobs) return false;
     ++turn_;
-    const int parts = p_.job_segments * p_.heads;
-    const int rank = static_cast<int>(job) / parts, part = static_cast<int>(job) - rank * parts;
-    const int segment = part / p_.heads;
-    slice = ChainSlice(p_, ranked_sequence(p_, rank), part - segment * p_.heads, segment);
+    slice = ChainSlice::of_job(p_, job);
     return true;
   }
 

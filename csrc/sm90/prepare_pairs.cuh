@@ -1,0 +1,207 @@
+// Prepare, for the walk: two warps make the record of a pair of chunks and head and leave it in the
+// workspace by one bulk copy.
+//
+// Decays over two chunks leave the range of fp32 and bf16. So each warp makes the images of its
+// chunk, a or b, relative to that chunk (chunk/prepare.cuh), and the two square matrices are made
+// in blocks:
+//
+//     [ aa  0  ]    aa and bb from each chunk's own K~, Q~ and K^;
+//     [ ba  bb ]    ba from K~ and Q~ of b relative to the pair's start, and K^ of a. What
+//     underflows
+//                   there is below 2^-18 of a product of unit vectors
+//
+// With G = K~ K^^T the blocks of Tm = (I + diag(b) G)^-1 diag(b) are the inverses of each chunk's
+// own system, by substitution in fp32, and Tm_ba = -Tm_bb G_ba Tm_aa.
+#pragma once
+
+#include "chunk/prepare.cuh"
+#include "launch_shapes.h"
+
+namespace flash_kda::sm90 {
+
+struct PreparePairsSmem {
+  struct alignas(128) Pair {
+    unsigned char record[PairRecord::kBytes];
+    float decay[2][kHeadDim];  // of each chunk
+  } pair[kPairsOfCta];
+};
+
+class PairWarp {
+ public:
+  __device__ __forceinline__ PairWarp(const ForwardParams& p, PreparePairsSmem::Pair& pair,
+                                      int index, int chunk, int lane)
+      : p_(p),
+        pair_(pair),
+        record_(pair.record),
+        rows_(pair.record + chunk * kChunk * 128),
+        index_(index),
+        chunk_(chunk),
+        lane_(lane) {}
+
+  // The raw rows that fetch_chunk() brought -> the record, in place. `length`: tokens of this
+  // warp's chunk, none if it is not positive. `middle`: where a MiddleRecord goes, or null.
+  __device__ __forceinline__ void make(const Gate<4>& gate, int length, unsigned raw_beta,
+                                       unsigned char* middle) {
+    float growing[kChunk][4], own[4], other[4];
+    const Pieces pieces(rows_, lane_);
+    decay_rows(p_.log2_lower_bound, rows_, pieces, gate, length, growing, own, lane_);
+    *reinterpret_cast<float4*>(&pair_.decay[chunk_][4 * lane_]) =
+        make_float4(own[0], own[1], own[2], own[3]);
+    meet();
+    const float4 decay = *reinterpret_cast<const float4*>(&pair_.decay[chunk_ ^ 1][4 * lane_]);
+    other[0] = decay.x, other[1] = decay.y, other[2] = decay.z, other[3] = decay.w;
+    float whole[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) whole[j] = own[j] * other[j];
+
+    const Products products = multiply_by(chunk_);
+    Products across;  // ba
+    if (chunk_ == 1) {
+      __syncwarp();  // all lanes have read what is replaced
+      move_to_pair(pieces, other);
+      __syncwarp();
+      across = multiply_by(0);
+      store_decay<PairRecord>(record_, whole, lane_);
+    }
+    const float b = beta_of(p_, raw_beta, length, lane_);
+    // L of both chunks in fp32, until their inverses take its place.
+    static_assert(2 * sizeof(float[kChunk][kChunk]) == PairRecord::kSquareBytes, "L fits");
+    unsigned char* const inverse = record_ + PairRecord::kInverse;
+    auto& lower = reinterpret_cast<float (*)[kChunk][kChunk]>(inverse)[chunk_];
+    store_lower(lower, products, b, lane_);
+    __syncwarp();  // L is complete
+    float column[kChunk];
+    solve_unit_lower(column, lower, lane_);
+    __syncwarp();  // L has been read
+    const int first = kChunk * chunk_;
+    if (lane_ < kChunk) store_inverse<kPair>(inverse, column, b, first, lane_);
+    unsigned char* const scores = record_ + PairRecord::kScores;
+    store_block<kPair, true>(scores, products.scores, first, first, lane_);
+    meet();  // Tm_aa is complete, and K^ of a has been read
+    if (chunk_ == 0) {
+      store_remaining(pieces, growing, whole);
+      clear_above(inverse);
+      clear_above(scores);
+      if (middle != nullptr) store_middle(middle, growing, own);
+    } else {
+      store_remaining(pieces, growing, own);
+      store_below(inverse, across.lower);
+      store_block<kPair, false>(scores, across.scores, kChunk, 0, lane_);
+    }
+    fence_async_shared();
+    meet();  // the record is complete
+  }
+
+ private:
+  using Pieces = LanePieces<PairRecord>;
+
+  // The pair's two warps wait for each other.
+  __device__ __forceinline__ void meet() const {
+    cutlass::arch::NamedBarrier::sync(64, static_cast<uint32_t>(index_));
+  }
+
+  // K~ and Q~ of this warp's chunk times K^ of chunk `of`.
+  __device__ __forceinline__ Products multiply_by(int of) const {
+    return multiply<PairRecord>(rows_, record_ + PairRecord::kKeyRemaining + of * kChunk * 128,
+                                PairRecord::kHalfBytes, lane_);
+  }
+
+  // K~ and Q~ of chunk b from its own start to the pair's.
+  __device__ __forceinline__ void move_to_pair(const Pieces& pieces,
+                                               const float (&before)[4]) const {
+#pragma unroll
+    for (int image : {PairRecord::kKeyDecayed, PairRecord::kQueryDecayed}) {
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        float x[4];
+        unpack(x, pieces.load(image, i));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] *= before[j];
+        pieces.store(image, i, pack(x));
+      }
+    }
+  }
+
+  // Tm_ba = Tm_bb (-G_ba) Tm_aa, by way of its right part transposed: then the accumulators of one
+  // product are the B operand of the next.
+  __device__ __forceinline__ void store_below(unsigned char* image,
+                                              const float (&negated)[2][4]) const {
+    const unsigned char* const matrix = image + (lane_ & 7) * 16;
+    const int i = lane_ >> 3;  // of the four 8 x 8 matrices that an ldmatrix loads
+    const Fragment4 aa =
+        load_matrices_transposed(matrix + square_offset<kPair>(8 * (i >> 1), 8 * (i & 1)));
+    const Fragment4 bb =
+        load_matrices(matrix + square_offset<kPair>(kChunk + 8 * (i & 1), kChunk + 8 * (i >> 1)));
+    float right[2][4] = {}, below[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma(right[n], aa, pack_bf16(negated[0][2 * n], negated[0][2 * n + 1]),
+          pack_bf16(negated[1][2 * n], negated[1][2 * n + 1]));
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma(below[n], bb, pack_bf16(right[0][2 * n], right[0][2 * n + 1]),
+          pack_bf16(right[1][2 * n], right[1][2 * n + 1]));
+    }
+    store_block<kPair, false>(image, below, kChunk, 0, lane_);
+  }
+
+  // Block ab is zero.
+  __device__ __forceinline__ void clear_above(unsigned char* image) const {
+    const int i = lane_ >> 3;
+    *reinterpret_cast<uint4*>(image + square_offset<kPair>(8 * (i >> 1), kChunk + 8 * (i & 1)) +
+                              (lane_ & 7) * 16) = make_uint4(0, 0, 0, 0);
+  }
+
+  __device__ __forceinline__ void store_middle(unsigned char* to, const float (&growing)[kChunk][4],
+                                               const float (&own)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      float remaining[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) remaining[j] = growing[i][j] * own[j];
+      *reinterpret_cast<uint2*>(to + MiddleRecord::kKeyRemaining + 2 * kHeadDim * i + 8 * lane_) =
+          pack(remaining);
+    }
+    *reinterpret_cast<float4*>(to + MiddleRecord::kDecay + 16 * lane_) =
+        make_float4(own[0], own[1], own[2], own[3]);
+  }
+
+  const ForwardParams& p_;
+  PreparePairsSmem::Pair& pair_;
+  unsigned char* const record_;
+  unsigned char* const rows_;  // this warp's chunk in the record
+  const int index_;            // of the CTA's pairs
+  const int chunk_, lane_;
+};
+
+__device__ __forceinline__ void prepare_pairs(const ForwardParams& p, PreparePairsSmem& smem) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int index = warp >> 1, chunk = warp & 1;
+  if (p.cu_seqlens != nullptr) wait_for_previous_launch();
+  const unsigned work = blockIdx.x * kPairsOfCta + index;  // the plan keeps it below 2^31
+  const int record = work / static_cast<unsigned>(p.heads);
+  const int head = work - record * p.heads;
+  TokenRange tokens = record_tokens(p, record, lane);
+  if (tokens.length <= 0) return;
+  tokens.begin += kChunk * chunk;
+  tokens.length = min(kChunk, tokens.length - kChunk * chunk);
+
+  PreparePairsSmem::Pair& pair = smem.pair[index];
+  fetch_chunk<PairRecord>(p, pair.record + chunk * kChunk * 128, tokens, head, lane);
+  const unsigned raw_beta = load_raw_beta(p, tokens, head, lane);
+  const Gate<4> gate(p, head, 4 * lane);
+  allow_next_launch();
+  copy_async_wait_all();
+  __syncwarp();  // every lane's copies have landed
+  const long long place = static_cast<long long>(record) * p.heads + head;
+  PairWarp(p, pair, index, chunk, lane)
+      .make(gate, tokens.length, raw_beta,
+            p.checkpoints > 0 ? p.middles + place * MiddleRecord::kBytes : nullptr);
+  if (chunk == 0 && lane == 0) {
+    bulk_store(p.records + place * PairRecord::kBytes, pair.record, PairRecord::kBytes);
+    bulk_store_wait_read();
+  }
+}
+
+}  // namespace flash_kda::sm90
