@@ -69,10 +69,8 @@ class Chain {
   __device__ __forceinline__ void run(State& s, int end) {
 #pragma unroll 1
     for (; done_ < end; ++done_) {
-      copy_async_wait<kValues - 2>();
-      __syncwarp();  // every lane's copies of V have landed
-      float x[kTiles][kTokens / 8][4], o[kTiles][kTokens / 8][4] = {};
-      read_value(x);
+      float o[kTiles][kTokens / 8][4] = {};
+      const auto value = [&](float (&x)[kTiles][kTokens / 8][4]) { next_value(x); };
       const auto acquire = [&] {
         if (!landed_) ring_.wait(position_.stage, position_.parity);
         release_last_stage();
@@ -83,7 +81,7 @@ class Chain {
         if constexpr (kOutputs) write_output();
         fetch_value(last_value());
       };
-      step_.advance(s, x, o, acquire, overlap);
+      step_.advance(s, o, acquire, value, overlap);
       __syncwarp();  // all lanes have read V
       has_stage_ = true;
       position_.advance();

@@ -20,18 +20,21 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
   Checkpoints checkpoints(p, slice.range.tokens, lane);
   // Stops at each checkpoint and at the end, outside the loop over chunks.
 #pragma unroll 1
-  for (; checkpoints.tokens() <= length; checkpoints.advance(p, lane)) {
+  for (;;) {
     const int tokens = checkpoints.tokens();
+    const bool leaves = tokens <= length;
+    const bool between = leaves && tokens % Chain::kTokens != 0 && tokens < length;
+    const int steps = tokens / Chain::kTokens + (between || tokens % Chain::kTokens == 0 ? 0 : 1);
+    chain.run(s, leaves ? steps : chain.steps());
+    if (!leaves) break;
     const StateAddress to = slice.checkpoint(p, checkpoints.next(), first_row);
-    const bool between = tokens % Chain::kTokens != 0 && tokens < length;
-    chain.run(s, tokens / Chain::kTokens + (between || tokens % Chain::kTokens == 0 ? 0 : 1));
     if (Chain::kTokens > kChunk && between) {
       store_between(s, tokens / Chain::kTokens, to);
     } else {
       store_state(s, to, lane);
     }
+    checkpoints.advance(p, lane);
   }
-  chain.run(s, chain.steps());
   chain.finish();
   store_state(s, final, lane);
 }

@@ -37,14 +37,16 @@ class MmaStep {
     keep_in_register(decay_);
   }
 
-  // One chunk: s becomes the state after it, o (zero on entry) the unscaled O^T,
-  // x (V^T on entry) V^T - S^T K~^T, for which the record holds -K~. The chain is x -> u -> s; what
+  // One chunk: s becomes the state after it, o (zero on entry) the unscaled O^T. x is V^T, which
+  // value(x) reads, minus S^T K~^T, for which the record holds -K~. The chain is x -> u -> s; what
   // else there is to multiply is placed where the chain has to wait, and so is overlap(). acquire()
   // waits for the record.
-  template <class Acquire, class Overlap>
+  template <class Acquire, class Value, class Overlap>
   __device__ __forceinline__ void advance(float (&s)[kTiles][kStateTiles][4],
-                                          float (&v)[kTiles][2][4], float (&o)[kTiles][2][4],
-                                          Acquire acquire, Overlap overlap) const {
+                                          float (&o)[kTiles][2][4], Acquire acquire, Value value,
+                                          Overlap overlap) const {
+    float v[kTiles][2][4];
+    value(v);
     const unsigned char* const record = acquire();
     float x[kTiles][kPartialSums][2][4];
 #pragma unroll

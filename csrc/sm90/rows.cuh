@@ -26,8 +26,7 @@ class RowsWarp {
         walk_(p, cta + kShape.cluster * group),
         group_(group),
         warp_(warp),
-        lane_(lane),
-        half_(lane >> 4) {}
+        lane_(lane) {}
 
   __device__ __forceinline__ void run() {
     if (!walk_.find()) return;
@@ -61,9 +60,11 @@ class RowsWarp {
  private:
   static constexpr int kRows = kChunk / 2;  // of a lane
 
+  __device__ __forceinline__ int half() const { return lane_ >> 4; }  // of the tokens
+
   // The i-th token of this lane.
   __device__ __forceinline__ int row_of(int i) const {
-    return i < kRows / 2 ? 12 * half_ + i : 4 * half_ + i;
+    return i < kRows / 2 ? 12 * half() + i : 4 * half() + i;
   }
 
   // This lane's two channels of its rows in one record. The addresses are worked out once a chunk;
@@ -175,7 +176,7 @@ class RowsWarp {
       pieces.store(ChunkRecord::kQueryDecayed, i, bf16_low(raw_query) * q_scale * decay[0],
                    bf16_high(raw_query) * q_scale * decay[1]);
     }
-    if (half_ == 0) {
+    if (half() == 0) {
       *reinterpret_cast<float2*>(record + ChunkRecord::kDecay + 4 * decay_position(channel())) =
           make_float2(total[0], total[1]);
     }
@@ -200,8 +201,8 @@ class RowsWarp {
       const float first = sum[0][j], second = sum[1][j];
       const float other = __shfl_xor_sync(kWarpMask, first + second, 16);
       total[j] = exp2_approx(first + second + other);
-      const float before_first = half_ == 0 ? 0.0f : other + second;
-      const float before_second = half_ == 0 ? first : other;
+      const float before_first = half() == 0 ? 0.0f : other + second;
+      const float before_second = half() == 0 ? first : other;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) sums[i][j] += i < kRows / 2 ? before_first : before_second;
     }
@@ -253,7 +254,7 @@ class RowsWarp {
   }
   __device__ __forceinline__ void publish_shrunk(const unsigned char* image, int i,
                                                  float* squares) const {
-    const int row = kRows * half_ + i;
+    const int row = kRows * half() + i;
     const unsigned raw = *reinterpret_cast<const unsigned*>(
         image + image_offset(row, 64 * warp_ + 4 * (lane_ & 15)));
     const float a = bf16_low(raw) * kShrink, b = bf16_high(raw) * kShrink;
@@ -271,7 +272,7 @@ class RowsWarp {
   const ForwardParams& p_;
   FusedSmem<kShape>& smem_;
   ChunkWalk<kShape.cluster, kShape.cluster * kShape.groups, kShape.stages> walk_;
-  const int group_, warp_, lane_, half_;
+  const int group_, warp_, lane_;
   int parity_ = 0;
   Gate<2> gate_;
 };

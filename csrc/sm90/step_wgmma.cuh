@@ -76,11 +76,10 @@ class WgmmaStep {
       : decay_(Layout::kDecay + 16 * (lane & 3)) {}
 
   // As MmaStep::advance(). All warps of the warpgroup call it together.
-  template <class Acquire, class Overlap>
+  template <class Acquire, class Value, class Overlap>
   __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4],
-                                          float (&x)[1][kTokens / 8][4],
                                           float (&o)[1][kTokens / 8][4], Acquire acquire,
-                                          Overlap overlap) const {
+                                          Value value, Overlap overlap) const {
     using namespace cute;
     constexpr int kSums = kTokens / 2;  // a lane's of 16 rows and the tokens
     auto& s = reinterpret_cast<float (&)[4 * kStateTiles]>(state);
@@ -88,14 +87,8 @@ class WgmmaStep {
 #pragma unroll
     for (int i = 0; i < 2 * kStateTiles; ++i) a[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 
-    // V - S K~ in the first half, S Q~ in the other.
+    // -S K~ in the first half, S Q~ in the other.
     float xo[kOutputs ? 2 * kSums : kSums];
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) xo[i] = x[0][i >> 2][i & 3];
-    if constexpr (kOutputs) {
-#pragma unroll
-      for (int i = kSums; i < 2 * kSums; ++i) xo[i] = 0.0f;
-    }
     const unsigned char* const record = acquire();
     // Without the CTA's rank, which stands above the offset in a cluster's addresses.
     const unsigned long long base = cast_smem_ptr_to_uint(record) >> 4 & 0x3fff;
@@ -108,9 +101,13 @@ class WgmmaStep {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      multiply_add<Both>(xo, a + 4 * k, decayed + k % 4 * 2 + k / 4 * (Layout::kHalfBytes >> 4));
+      multiply_add<Both>(xo, a + 4 * k, decayed + k % 4 * 2 + k / 4 * (Layout::kHalfBytes >> 4),
+                         k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One);
     }
     warpgroup_commit_batch();
+    // V is added afterwards: read before, it would hold the first product up.
+    float v[1][kTokens / 8][4];
+    value(v);
 #pragma unroll
     for (int n = 0; n < kStateTiles / 2; ++n) {
       const float4 decay = load_after_products(record + decay_ + 64 * n);
@@ -123,7 +120,10 @@ class WgmmaStep {
 
     unsigned u[kSums / 2];
 #pragma unroll
-    for (int i = 0; i < kSums / 2; ++i) u[i] = pack_bf16(xo[2 * i], xo[2 * i + 1]);
+    for (int i = 0; i < kSums / 2; ++i) {
+      const float* const pair = &v[0][i >> 1][2 * (i & 1)];
+      u[i] = pack_bf16(xo[2 * i] + pair[0], xo[2 * i + 1] + pair[1]);
+    }
     float update[kSums];
     // 8 x 8 blocks of 128 bytes: the next along a row, the next row of blocks.
     const unsigned long long square = operand_layout(kSwizzleNone, 128, 128 * kTokens / 8);
