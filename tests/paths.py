@@ -34,6 +34,11 @@ def planning_facts(device: torch.device | str) -> abi.Gpu:
     return abi.Gpu(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
+def tokens_of_step() -> int:
+    """How many tokens the chain of the path that is forced takes at once, or a short call's."""
+    return 32 if os.environ.get(PATH_VARIABLE) == "segments" else 16
+
+
 @contextmanager
 def forced(name: str | None) -> Iterator[None]:
     """Calls inside take the path of this name; None changes nothing."""

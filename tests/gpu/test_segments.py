@@ -33,7 +33,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
 LENGTHS = (5000, 0, 1, 4321, 47, 4600)
 STATES = [torch.float32, torch.bfloat16]
 LARGEST = torch.finfo(torch.bfloat16).max
-CHUNK = 16
+PAIR = 32
+"""Tokens of a step of this path: two chunks."""
+PAIR_BYTES = 29184 + 4608
+"""What a pair and head take in the workspace, and before a checkpoint between its chunks."""
 CARRIED_BYTES = 2 * 4 * 128 * 128
 """What a segment leaves in the workspace."""
 
@@ -53,8 +56,11 @@ def workspace_bytes(case: cases.Case) -> int:
 
 def segments_of(case: cases.Case) -> int:
     """Into how many each sequence is cut; fails if they are not."""
-    chains = math.prod(case.state_shape[:2])
-    segments = 1 + workspace_bytes(case) // (chains * CARRIED_BYTES)
+    batch, tokens, heads, _ = case.q.shape
+    sequences = case.state_shape[0]
+    pairs = min(batch * tokens, (batch * tokens + (PAIR - 1) * sequences) // PAIR)
+    carried = workspace_bytes(case) - pairs * heads * PAIR_BYTES
+    segments = 1 + carried // (sequences * heads * CARRIED_BYTES)
     assert segments > 1, "the case has too few tokens to be cut"
     return segments
 
@@ -63,8 +69,8 @@ def borders(case: cases.Case, sequence: int) -> list[int]:
     """Tokens of the sequence before each of its segments but the first."""
     _, begin, end = case.spans[sequence]
     segments, length = segments_of(case), end - begin
-    chunks = (length + CHUNK - 1) // CHUNK
-    step = (chunks + segments - 1) // segments * CHUNK
+    pairs = (length + PAIR - 1) // PAIR
+    step = (pairs + segments - 1) // segments * PAIR
     return [n * step for n in range(1, segments) if n * step < length]
 
 
@@ -72,8 +78,8 @@ def test_borders(rng: cases.Random) -> None:
     """The cases here are cut in several places."""
     packed = make_case(rng, lengths=LENGTHS)
     assert segments_of(packed) == 3
-    assert [borders(packed, n) for n in (1, 2, 4)] == [[], [], [16, 32]]
-    assert borders(packed, 0) == [1680, 3360]
+    assert [borders(packed, n) for n in (1, 2, 4)] == [[], [], [32]]
+    assert borders(packed, 0) == [1696, 3392]
     assert borders(make_case(rng, tokens=1536), 0) == [768]
 
 
@@ -230,7 +236,7 @@ def test_no_finite_value_reaches_earlier_tokens(rng: cases.Random, name: str) ->
 
 
 @pytest.mark.parametrize("name", TOKEN_INPUTS)
-def test_nan_reaches_no_earlier_chunk(rng: cases.Random, name: str) -> None:
+def test_nan_reaches_no_earlier_step(rng: cases.Random, name: str) -> None:
     case = make_case(rng, lengths=(3200,), before=3)
     out, _ = forward(case)
     for border in borders(case, 0):
@@ -238,7 +244,7 @@ def test_nan_reaches_no_earlier_chunk(rng: cases.Random, name: str) -> None:
             x = getattr(case, name).clone()
             x[:, 3 + at] = math.nan
             changed, _ = forward(case.but(**{name: x}))
-            kept = slice(3, 3 + at // CHUNK * CHUNK)
+            kept = slice(3, 3 + at // PAIR * PAIR)
             assert same_bits(changed[:, kept], out[:, kept]), f"{name} of token {at}"
 
 
