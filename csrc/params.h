@@ -32,8 +32,8 @@ struct StateStrides {  // of a [N or P or C, H, V, K] tensor
 };
 
 // What a step of a chain needs of a head and of its tokens, one chunk or two: one contiguous
-// record, so that one bulk copy moves it. With c the running sum of the log2-decays from the first
-// token on, c_T at the last:
+// record, so that one bulk copy moves it. Below, c is the running sum of the log2-decays from the
+// first token on, c_T the sum at the last.
 //
 // An image of the tokens x 128 channels lies in two halves of 64 channels (common/tile.cuh), and
 // each half of the record holds its half of the three images, one after the other. Square images

@@ -6,9 +6,8 @@
 // in blocks:
 //
 //     [ aa  0  ]    aa and bb from each chunk's own K~, Q~ and K^;
-//     [ ba  bb ]    ba from K~ and Q~ of b relative to the pair's start, and K^ of a. What
-//     underflows
-//                   there is below 2^-18 of a product of unit vectors
+//     [ ba  bb ]    ba from K~ and Q~ of b relative to the pair's start, and K^ of a. What is lost
+//                   there to underflow is below 2^-18 of a product of unit vectors
 //
 // With G = K~ K^^T the blocks of Tm = (I + diag(b) G)^-1 diag(b) are the inverses of each chunk's
 // own system, by substitution in fp32, and Tm_ba = -Tm_bb G_ba Tm_aa.

@@ -1,5 +1,5 @@
 // Records that prepare_pairs has left in the workspace, and a chain by wgmma that walks through
-// them. A CTA owns all rows of V, two warpgroups: one's waits are the other's work.
+// them. A CTA owns 64 rows of V, one warpgroup; two work on a sequence and head.
 //
 // Few heads and long sequences: a sequence is cut into segments that are worked on at once. Within
 // a segment the state is an affine map of the state before it, S^T -> S^T M + B, exactly: B is the
@@ -8,8 +8,7 @@
 //
 //   prepare_pairs  the records of all pairs of chunks
 //   affine         M and B of every segment but the last; of the first one the state after it, and
-//   in the
-//                  place of M a copy of the initial state
+//                  in the place of M a copy of the initial state
 //   combine        the state after each: S <- S M + B, in fp32
 //   walk           every segment from its state
 #pragma once
