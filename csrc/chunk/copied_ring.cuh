@@ -39,8 +39,29 @@ struct CopiedRing : RecordReader<RecurrenceSmem<kShape>, kShape.stages> {
   }
 };
 
+// A record, or all of it that a chain without outputs needs.
+template <class Layout, bool kQueries>
+__device__ __forceinline__ void load_record(unsigned char* to, const unsigned char* from,
+                                            FullBarrier::ValueType* full) {
+  if constexpr (kQueries) {
+    FullBarrier::arrive_and_expect_tx(full, Layout::kBytes);
+    bulk_load(to, from, Layout::kBytes, full);
+  } else {
+    constexpr int kRest = Layout::kScores - Layout::kDecay;  // the decay and the inverse
+    FullBarrier::arrive_and_expect_tx(full, 4 * Layout::kHalfImageBytes + kRest);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      for (const int image : {Layout::kKeyDecayed, Layout::kKeyRemaining}) {
+        const int place = half * Layout::kHalfBytes + image;
+        bulk_load(to + place, from + place, Layout::kHalfImageBytes, full);
+      }
+    }
+    bulk_load(to + Layout::kDecay, from + Layout::kDecay, kRest, full);
+  }
+}
+
 // The helper thread: keeps the ring filled.
-template <const RecurrenceShape& kShape>
+template <const RecurrenceShape& kShape, bool kQueries>
 __device__ __forceinline__ void copy_records(const ForwardParams& p, RecurrenceSmem<kShape>& smem,
                                              const ChainSlice& slice) {
   const int records = records_of(slice.range.tokens.length, kShape.record_tokens);
@@ -52,8 +73,8 @@ __device__ __forceinline__ void copy_records(const ForwardParams& p, RecurrenceS
 #pragma unroll 1
   for (int i = 0; i < records; ++i) {
     if (i >= kShape.stages) EmptyBarrier::wait(&smem.empty[ring.stage], ring.parity ^ 1);
-    FullBarrier::arrive_and_expect_tx(&smem.full[ring.stage], kShape.record_bytes());
-    bulk_load(smem.stage[ring.stage].record, record, kShape.record_bytes(), &smem.full[ring.stage]);
+    load_record<Record<kShape.record_tokens>, kQueries>(smem.stage[ring.stage].record, record,
+                                                        &smem.full[ring.stage]);
     record += step;
     ring.advance();
   }

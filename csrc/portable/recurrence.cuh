@@ -27,7 +27,7 @@ __device__ __forceinline__ void recurrence(const ForwardParams& p, RecurrenceSme
     run_sequence(p, chain, slice, first_row + warp * kShape.rows_per_warp(), lane);
   } else {
     if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (warp == kShape.warps && lane == 0) copy_records<kShape>(p, smem, slice);
+    if (warp == kShape.warps && lane == 0) copy_records<kShape, true>(p, smem, slice);
   }
 }
 

@@ -53,15 +53,16 @@ class PairWarp {
 #pragma unroll
     for (int j = 0; j < 4; ++j) whole[j] = own[j] * other[j];
 
-    const Products products = multiply_by(chunk_);
-    Products across;  // ba
-    if (chunk_ == 1) {
-      __syncwarp();  // all lanes have read what is replaced
-      move_to_pair(pieces, other);
-      __syncwarp();
-      across = multiply_by(0);
-      store_decay<PairRecord>(record_, whole, lane_);
-    }
+    const Products products =
+        multiply<PairRecord>(rows_, growing_of(chunk_), PairRecord::kHalfBytes, lane_);
+    meet();  // K~ and Q~ of b have been read
+    // The warps share block ba: K~ of b is the one's, Q~ the other's.
+    const int image = chunk_ == 0 ? PairRecord::kQueryDecayed : PairRecord::kKeyDecayed;
+    move_to_pair(image);
+    __syncwarp();
+    Block below = {};
+    multiply_below(below, image);
+    if (chunk_ == 1) store_decay<PairRecord>(record_, whole, lane_);
     const float b = beta_of(p_, raw_beta, length, lane_);
     // L of both chunks in fp32, until their inverses take its place.
     static_assert(2 * sizeof(float[kChunk][kChunk]) == PairRecord::kSquareBytes, "L fits");
@@ -81,11 +82,11 @@ class PairWarp {
       store_remaining(pieces, growing, whole);
       clear_above(inverse);
       clear_above(scores);
+      store_block<kPair, false>(scores, below, kChunk, 0, lane_);
       if (middle != nullptr) store_middle(middle, growing, own);
     } else {
       store_remaining(pieces, growing, own);
-      store_below(inverse, across.lower);
-      store_block<kPair, false>(scores, across.scores, kChunk, 0, lane_);
+      store_inverse_below(inverse, below);
     }
     fence_async_shared();
     meet();  // the record is complete
@@ -93,38 +94,50 @@ class PairWarp {
 
  private:
   using Pieces = LanePieces<PairRecord>;
+  using Block = float[2][4];  // accumulators of 16 x 16
 
   // The pair's two warps wait for each other.
   __device__ __forceinline__ void meet() const {
     cutlass::arch::NamedBarrier::sync(64, static_cast<uint32_t>(index_));
   }
 
-  // K~ and Q~ of this warp's chunk times K^ of chunk `of`.
-  __device__ __forceinline__ Products multiply_by(int of) const {
-    return multiply<PairRecord>(rows_, record_ + PairRecord::kKeyRemaining + of * kChunk * 128,
-                                PairRecord::kHalfBytes, lane_);
+  __device__ __forceinline__ const unsigned char* growing_of(int chunk) const {
+    return record_ + PairRecord::kKeyRemaining + chunk * kChunk * 128;
   }
 
-  // K~ and Q~ of chunk b from its own start to the pair's.
-  __device__ __forceinline__ void move_to_pair(const Pieces& pieces,
-                                               const float (&before)[4]) const {
+  // K~ or Q~ of chunk b: from its own start to the pair's.
+  __device__ __forceinline__ void move_to_pair(int image) const {
+    const Pieces pieces(record_ + kChunk * 128, lane_);
+    const float4 before = *reinterpret_cast<const float4*>(&pair_.decay[0][4 * lane_]);
 #pragma unroll
-    for (int image : {PairRecord::kKeyDecayed, PairRecord::kQueryDecayed}) {
+    for (int i = 0; i < kChunk; ++i) {
+      float x[4];
+      unpack(x, pieces.load(image, i));
+      x[0] *= before.x, x[1] *= before.y, x[2] *= before.z, x[3] *= before.w;
+      pieces.store(image, i, pack(x));
+    }
+  }
+
+  // That times K^ of chunk a.
+  __device__ __forceinline__ void multiply_below(Block& block, int image) const {
+    const int a_row = lane_ & 15, a_byte = (lane_ >> 4) * 16;
+    const int b_row = (lane_ & 7) + (lane_ >> 4) * 8, b_byte = ((lane_ >> 3) & 1) * 16;
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        float x[4];
-        unpack(x, pieces.load(image, i));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[j] *= before[j];
-        pieces.store(image, i, pack(x));
-      }
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const Fragment4 rows =
+          load_matrices(record_ + image +
+                        image_offset(kChunk + a_row, step * 32 + a_byte, PairRecord::kHalfBytes));
+      const Fragment4 growing = load_matrices(
+          growing_of(0) + image_offset(b_row, step * 32 + b_byte, PairRecord::kHalfBytes));
+      mma(block[0], rows, growing.x[0], growing.x[1]);
+      mma(block[1], rows, growing.x[2], growing.x[3]);
     }
   }
 
   // Tm_ba = Tm_bb (-G_ba) Tm_aa, by way of its right part transposed: then the accumulators of one
   // product are the B operand of the next.
-  __device__ __forceinline__ void store_below(unsigned char* image,
-                                              const float (&negated)[2][4]) const {
+  __device__ __forceinline__ void store_inverse_below(unsigned char* image,
+                                                      const Block& negated) const {
     const unsigned char* const matrix = image + (lane_ & 7) * 16;
     const int i = lane_ >> 3;  // of the four 8 x 8 matrices that an ldmatrix loads
     const Fragment4 aa =

@@ -25,7 +25,7 @@ using WalkChain = Chain<CopiedRing<kShape>, WgmmaStep<kShape.record_tokens, kOut
                         typename RecurrenceMemory<kShape>::Warp>;
 
 // Calls compute(warp, lane) in the computing warps, while another copies the slice's records.
-template <const RecurrenceShape& kShape, class Compute>
+template <const RecurrenceShape& kShape, bool kOutputs, class Compute>
 __device__ __forceinline__ void with_copied_records(const ForwardParams& p,
                                                     RecurrenceSmem<kShape>& smem,
                                                     const ChainSlice& slice, Compute compute) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void with_copied_records(const ForwardParams& p,
   if (warp < kShape.warps) {
     compute(warp, lane);
   } else if (lane == 0) {
-    copy_records<kShape>(p, smem, slice);
+    copy_records<kShape, kOutputs>(p, smem, slice);
   }
 }
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kSha
   const int job = blockIdx.x / kShape.slices();
   const int first_row = (blockIdx.x - job * kShape.slices()) * kShape.rows();
   const ChainSlice slice = ChainSlice::of_job(p, job);
-  with_copied_records<kShape>(p, smem, slice, [&](int warp, int lane) {
+  with_copied_records<kShape, true>(p, smem, slice, [&](int warp, int lane) {
     WalkChain<kShape, true> chain(p, {smem}, smem.warp[warp]);
     run_sequence(p, chain, slice, first_row + warp * kShape.rows_per_warp(), lane,
                  [&](const auto& s, int step, const StateAddress& to) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void affine(const ForwardParams& p, RecurrenceSmem<kS
       store_state(s, slice.carried(p, 0, which, row), threadIdx.x & 31);
     }
   } else {
-    with_copied_records<kShape>(p, smem, slice, [&](int warp, int lane) {
+    with_copied_records<kShape, false>(p, smem, slice, [&](int warp, int lane) {
       const int row = first_row + warp * kShape.rows_per_warp();
       WalkChain<kShape, false> chain(p, {smem}, smem.warp[warp]);
       chain.begin(slice, row, !map);
