@@ -19,7 +19,7 @@ VALUE_KINDS = tuple(kind for kind in KINDS if not kind.startswith("bound_"))
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _STATES = ("float32", "bfloat16")
 _INTEGERS = ("int64", "int32")
-_LONG = 1536
+_LONG = 960
 """Tokens of a sequence, on average, from which the path ``segments`` cuts them."""
 
 
