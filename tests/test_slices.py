@@ -790,7 +790,7 @@ def test_carried_states_do_not_overlap(program: Path) -> None:
     "call",
     [
         Call(12, 1, 8192),
-        Call(1, 1, 1521),
+        Call(1, 1, 945),
         Call(4, 3, 2000),
         Call(2, 1, 14000, [3, 5003, 5003, 5004, 9325, 9372, 13972]),
         Call(1, 1, 9000, [0, 0, 9000, 9000]),
