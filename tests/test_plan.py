@@ -23,7 +23,8 @@ HOPPER = {"H20": abi.Gpu(90, 78), "H100 PCIe": abi.Gpu(90, 114), "H200": abi.Gpu
 OTHERS = {"B200": abi.Gpu(100, 148), "B300": abi.Gpu(103, 148), "RTX 5090": abi.Gpu(120, 170)}
 HOPPER_ONLY = ("fused", "segments")
 PORTABLE = ("portable_v128", "portable_v64", "portable_v32")
-STATE_BYTES = 128 * 128 * 4
+PAIR_BYTES = 29184 + 4608  # the record of two chunks and head, and what is kept of the first one
+CUT_BYTES = 2 * 128 * 128 * 4  # what a segment but the last leaves: a state and a map
 
 each_gpu = pytest.mark.parametrize("gpu", [*HOPPER.values(), *OTHERS.values()], ids=str)
 each_hopper = pytest.mark.parametrize("gpu", HOPPER.values(), ids=list(HOPPER))
@@ -77,7 +78,7 @@ H200_PATHS = {
     "n1_h32_t64": "fused",
     "n1_h32_t1": "fused",
     "n1_h12_t1024": "portable_v32",
-    "n1_h12_t2048": "portable_v32",
+    "n1_h12_t2048": "segments",
     "n4x512_h12": "fused",
 }
 
@@ -118,28 +119,58 @@ def test_forced_paths_are_taken(gpu: abi.Gpu) -> None:
             abi.plan(8192, 96, 1, gpu, unknown)
 
 
+def pairs_of(tokens: int, sequences: int) -> int:
+    return min(tokens, (tokens + 31 * sequences) // 32)
+
+
 @each_hopper
 @pytest.mark.parametrize(
-    ("tokens", "heads", "sequences"), [(1520, 1, 1), (1521, 1, 1), (8192, 12, 1), (10**6, 3, 4)]
+    ("tokens", "heads", "sequences"),
+    [
+        *((944, 1, 1), (945, 1, 1), (1904, 1, 1), (1905, 1, 1), (8192, 12, 1), (8192, 96, 1)),
+        *((3810, 2, 2), (10**6, 3, 4), (300, 5, 300), (7, 1, 20), (0, 2, 3)),
+    ],
 )
 def test_segments(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> None:
-    """As many as half of the multiprocessors hold, of 48 chunks at least; each but the last of a
-    sequence leaves a state and a map."""
+    """As many as half of the multiprocessors hold, and one more for every 60 chunks; each but the
+    last of a sequence leaves a state and a map behind the records of all pairs."""
     chains = heads * sequences
-    chunks = (tokens + 15 * sequences) // 16 // sequences
-    segments = max(1, min(gpu.sm_count // 2 // chains, chunks // 48))
+    chunks = min(tokens, (tokens + 15 * sequences) // 16) // sequences
+    segments = max(1, min(gpu.sm_count // 2 // chains, 1 + chunks // 60))
     size = plan(tokens, heads, sequences, gpu, "segments").workspace_bytes
-    assert size == 256 + chains * (segments - 1) * 2 * STATE_BYTES
-    assert (chosen(tokens, heads, sequences, gpu) == "segments") == (segments >= 4)
+    schedule = -(-4 * (3 * sequences + 2) // 256) * 256
+    records = pairs_of(tokens, sequences) * heads * PAIR_BYTES
+    assert size == schedule + records + chains * (segments - 1) * CUT_BYTES
+    assert (chosen(tokens, heads, sequences, gpu) == "segments") == (segments >= 3)
+
+
+@each_hopper
+def test_where_cutting_pays(gpu: abi.Gpu) -> None:
+    """In three from 120 chunks a sequence on, in two from 256 on: as many as are walked at once."""
+    places = gpu.sm_count // 2
+    for chains, tokens in (
+        *((places // 3, 1905), (places // 3 + 1, 4081), (places // 2, 4081), (1, 1905)),
+    ):
+        assert chosen(tokens, chains, 1, gpu) == "segments"
+        assert chosen(tokens - 1, chains, 1, gpu) != "segments"
+        assert chosen(10**6, chains, 1, gpu) == "segments"
+    for tokens in (1905, 4081, 8192, 10**6):
+        assert chosen(tokens, places // 2 + 1, 1, gpu) != "segments"
+        assert chosen(2 * tokens, 1, places // 2 + 1, gpu) != "segments"
 
 
 @each_gpu
 def test_workspace_at_8192_tokens(gpu: abi.Gpu) -> None:
     """Below 1.2 KB a token and head, and linear in the tokens."""
-    for heads in (1, 8, 12, 32, 64, 96):
-        for sequences in (1, 6, 8, 128):
-            for found in forced_plans((8192, heads, sequences), gpu):
-                assert found.workspace_bytes <= 1200 * 8192 * heads
+    for sequences in (*range(1, 9), 128):
+        # A path that nobody would choose pads many short sequences to pairs of chunks.
+        padded = 8192 if sequences <= 8 else 32 * pairs_of(8192, sequences)
+        for heads in range(1, 97):
+            shape = (8192, heads, sequences)
+            assert plan(*shape, gpu).workspace_bytes <= 1200 * 8192 * heads
+            for found in forced_plans(shape, gpu):
+                assert found.workspace_bytes <= 1228 * padded * heads
+                assert found.workspace_bytes <= abi.workspace_size(*shape)
     for heads in (1, 12, 96):
         names = ("fused", *PORTABLE) if gpu.capability == 90 else PORTABLE
         for name in names:
@@ -149,12 +180,13 @@ def test_workspace_at_8192_tokens(gpu: abi.Gpu) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 12, 96])
-def test_segments_take_no_more_for_more_tokens(heads: int) -> None:
-    sizes = [
-        plan(tokens, heads, 1, HOPPER["H200"], "segments").workspace_bytes
-        for tokens in (2**17, 2**20, 2**24)
-    ]
-    assert sizes == [sizes[0]] * 3
+def test_segments_carry_no_more_for_more_tokens(heads: int) -> None:
+    """Once there are as many as can be walked at once only the records grow."""
+    gpu = HOPPER["H200"]
+    cuts = max(1, gpu.sm_count // 2 // heads) - 1
+    for tokens in (2**17, 2**20, 2**24):
+        size = plan(tokens, heads, 1, gpu, "segments").workspace_bytes
+        assert size == 256 + tokens // 32 * heads * PAIR_BYTES + heads * cuts * CUT_BYTES
 
 
 @each_hopper
@@ -224,7 +256,7 @@ int main() {
   const int64_t sizes[] = {INT64_MIN, -1, 0, 1, 2, 17, 768, 8192, 65536, (1ll << 29) - 1,
                            1ll << 29, (1ll << 31) - 33, (1ll << 31) - 32, (1ll << 31) - 1,
                            1ll << 31, INT64_MAX};
-  const int32_t sm_counts[] = {INT_MIN, -132, -1, 0, 1, 2, 3, 78, 132, 512};
+  const int32_t sm_counts[] = {INT_MIN, -132, -1, 0, 1, 2, 3, 78, 132, 512, INT_MAX};
   const int32_t capabilities[] = {INT_MIN, -90, -1, 0, 89, 90, 100, INT_MAX};
   const int32_t paths[] = {INT_MIN, -2, -1, 0, 1, 2, 3, 4, 5, INT_MAX};
   long planned = 0, wrong = 0;
@@ -237,7 +269,10 @@ int main() {
         wrong += plan.workspace_bytes <= 0 || plan.segments < 1 ||
                  plan.workspace_bytes > largest_workspace({tokens, heads, sequences}) ||
                  !ctas_fit(plan.prepare_ctas) || !ctas_fit(plan.affine_ctas) ||
-                 !ctas_fit(plan.combine_ctas) || !ctas_fit(plan.chain_ctas);
+                 !ctas_fit(plan.combine_ctas) || !ctas_fit(plan.chain_ctas) ||
+                 plan.schedule_bytes < 0 || plan.record_bytes < 0 || plan.middle_bytes < 0 ||
+                 plan.schedule_bytes + plan.record_bytes + plan.middle_bytes >
+                     plan.workspace_bytes;
       } catch (const Error&) {
       }
   std::printf("%ld %ld", planned, wrong);

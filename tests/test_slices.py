@@ -1,7 +1,7 @@
-"""Which tokens, states and checkpoints each warp of the path that cuts sequences works on.
+"""Which tokens, records, states and checkpoints each warp of the sm90 family's paths works on.
 
 ``tests/slices`` runs the launcher and the kernels' outlines and index arithmetic on the CPU, each
-warp as 32 threads, and lists what every warp of every cluster is given to do. Here that is compared
+warp as 32 threads, and lists what every warp of every CTA is given to do. Here that is compared
 with what the call asks for.
 """
 
@@ -26,8 +26,12 @@ from hypothesis import strategies as st
 
 from flash_kda import abi
 
-CHUNK, DIM = 16, 128
+CHUNK, PAIR, DIM = 16, 32, 128
 STATE_BYTES = 4 * DIM * DIM
+RECORD_BYTES = 29184  # of a pair of chunks and head
+MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
+PATHS = {"fused": 3, "segments": 4}  # as host/plan.h numbers them
+RECORD_TOKENS = {"fused": CHUNK, "segments": PAIR}
 STATE_MAP = ("state", "map")  # of a segment in the workspace; of the first one the map is a copy
 LIST_ALL, LIST_CHAINS, COMBINE, COUNT = range(4)
 FLOAT32, BFLOAT16, INT32, INT64 = 1, 2, 5, 6
@@ -42,7 +46,7 @@ LARGEST = 2**31 - 32  # tokens of a call
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of csrc/launch_shapes.h, as the list of who does what in a CTA."""
+    """The fused kernel's shape in csrc/launch_shapes.h, as the list of who does what in a CTA."""
 
     warps: int
     solvers: int
@@ -59,7 +63,23 @@ class Shape:
         return self.first_rows_warp + 4 * self.groups
 
 
-SHAPES = {"affine": Shape(8, 4, 1), "fused": Shape(4, 4, 2)}
+@dataclass(frozen=True)
+class WalkShape:
+    """A shape of the kernels that walk through records: ``parts`` CTAs of 64 rows each a job."""
+
+    parts: int
+    stages: int
+    warps: int = 4
+
+    @property
+    def all_warps(self) -> int:
+        return self.warps + 1
+
+
+FUSED = Shape(4, 4, 2)
+WALKS = {"affine": WalkShape(4, 3), "walk": WalkShape(2, 6)}
+COMBINE_THREADS, COMBINE_ROWS = 512, 16
+PAIRS_OF_CTA = 2
 
 
 @dataclass(frozen=True)
@@ -125,12 +145,26 @@ class Call:
             return [(row, 0, self.tokens) for row in range(self.batch)]
         return [(0, begin, end - begin) for begin, end in pairwise(self.bounds)]
 
+    @property
+    def ranks(self) -> list[int]:
+        """The sequences in the order in which they are worked on."""
+        found = list(range(len(self.spans)))
+        if self.bounds is not None:
+            random.Random(self.order).shuffle(found)
+        return found
+
 
 V, OUT = 2**44, 2**45
 
 
-def chunks_of(tokens: int) -> int:
-    return -(-tokens // CHUNK)
+def records_of(tokens: int, size: int) -> int:
+    return -(-tokens // size)
+
+
+def record_room(call: Call, size: int) -> int:
+    """Records of a head that a plan has room for, wherever the sequences are cut."""
+    total, count = call.batch * call.tokens, len(call.spans)
+    return min(total, (total + (size - 1) * count) // size)
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +183,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def execute(
-    program: Path, mode: int, numbers: tuple[int, int, int], args: bytes, *arrays: bytes
+    program: Path, mode: int, numbers: tuple[int, int, int, int], args: bytes, *arrays: bytes
 ) -> bytes:
-    parts = [struct.pack("<4i", mode, *numbers), args]
+    parts = [struct.pack("<5i", mode, *numbers), args]
     parts += [struct.pack("<q", len(array)) + array for array in arrays]
     done = subprocess.run(
         [str(program)], input=b"".join(parts), capture_output=True, check=False, timeout=120
@@ -163,19 +197,19 @@ def execute(
 def run(
     program: Path,
     call: Call,
+    path: str = "segments",
     sms: int = 132,
     segments: int = 0,
-    clusters: int = 1,
+    clusters: int = 0,
     mode: int = LIST_ALL,
     carried: bytes = b"",
 ) -> bytes:
-    """As planned for a GPU of ``sms``, or in ``segments`` on so many ``clusters``."""
+    """As planned for a GPU of ``sms``, or in so many ``segments`` or on so many ``clusters``."""
     spans, packed = call.spans, call.bounds is not None
     starts = np.array(call.bounds if packed else [], np.int32)
-    before = np.cumsum([0, *(chunks_of(length) for *_, length in spans)])
+    before = np.cumsum([0, *(records_of(length, RECORD_TOKENS[path]) for *_, length in spans)])
     before = before.astype(np.int32) if packed else starts
-    order = list(range(len(spans))) if packed else []
-    random.Random(call.order).shuffle(order)
+    order = call.ranks if packed else []
 
     slots, offsets = call.slots or Integers([]), call.offsets or Integers([])
     initial, final, checkpoint = (
@@ -196,7 +230,7 @@ def run(
     )
     arrays = (slots.memory(), offsets.memory(), starts, before, np.array(order, np.int32), carried)
     data = [x if isinstance(x, bytes) else x.tobytes() for x in arrays]
-    return execute(program, mode, (sms, segments, clusters), args, *data)
+    return execute(program, mode, (PATHS[path], sms, segments, clusters), args, *data)
 
 
 @dataclass
@@ -233,31 +267,51 @@ def jobs_of(events: list[Event]) -> list[Job]:
 class Expected:
     """What a call asks for, of a result's segments and workspace."""
 
-    def __init__(self, call: Call, result: dict[str, Any], segments: int) -> None:
+    def __init__(self, call: Call, result: dict[str, Any], path: str, segments: int) -> None:
         self.call, self.segments = call, segments
+        self.record_tokens = RECORD_TOKENS[path]
         self.spans = call.spans
-        self.carried_base = result["workspace"] + result["schedule_bytes"]
+        # The workspace: schedule, and of `segments` records, middles and what segments carry.
+        room = call.heads * record_room(call, PAIR) if path == "segments" else 0
+        self.records_base = result["workspace"] + result["schedule_bytes"]
+        self.middles_base = self.records_base + room * RECORD_BYTES
+        self.carried_base = self.middles_base + room * MIDDLE_BYTES
         self.end = result["workspace"] + result["workspace_bytes"]
-        # Chunks of each segment of each sequence: even parts, the later ones of short sequences
-        # empty.
+        # Records of each segment of each sequence: even parts, the later ones of short sequences
+        # empty. And the number of each sequence's first record among all.
         self.parts: list[list[range]] = []
+        self.first: list[int] = [0]
         for *_, length in self.spans:
-            chunks = range(chunks_of(length))
-            step = -(-len(chunks) // segments)
-            parts = [chunks[n * step : (n + 1) * step] for n in range(segments)]
-            assert sum(map(len, parts)) == len(chunks)
+            records = range(records_of(length, self.record_tokens))
+            step = -(-len(records) // segments)
+            parts = [records[n * step : (n + 1) * step] for n in range(segments)]
+            assert sum(map(len, parts)) == len(records)
             self.parts.append(parts)
+            self.first.append(self.first[-1] + len(records))
 
     def tokens(self, sequence: int, segment: int) -> tuple[int, int, int]:
         row, begin, length = self.spans[sequence]
-        chunks = self.parts[sequence][segment]
-        if not chunks:
+        records, size = self.parts[sequence][segment], self.record_tokens
+        if not records:
             return row, begin + length, 0
-        first, end = CHUNK * chunks.start, min(CHUNK * chunks.stop, length)
+        first, end = size * records.start, min(size * records.stop, length)
         return row, begin + first, end - first
 
+    def place(self, sequence: int, segment: int, head: int, step: int) -> int:
+        """Of a segment's record among those of all heads."""
+        record = self.first[sequence] + self.parts[sequence][segment][step]
+        return record * self.call.heads + head
+
+    def copies(self, job: Job) -> list[int]:
+        """Addresses of the records of a segment, one after the other."""
+        steps = range(len(self.parts[job.sequence][job.segment]))
+        places = [self.place(job.sequence, job.segment, job.head, n) for n in steps]
+        found = [self.records_base + RECORD_BYTES * place for place in places]
+        assert all(x + RECORD_BYTES <= self.middles_base for x in found)
+        return found
+
     def carried(self, sequence: int, head: int, segment: int, which: str, row: int) -> Event:
-        """[N][H][segments - 1][state, map][V][K] after the schedule."""
+        """[N][H][segments - 1][state, map][V][K] after the records."""
         assert 0 <= segment < self.segments - 1
         chain = sequence * self.call.heads + head
         index = 2 * (chain * (self.segments - 1) + segment) + STATE_MAP.index(which)
@@ -273,35 +327,45 @@ class Expected:
         return pool.state(slot, head, row) or [None]
 
     def checkpoints(self, sequence: int, segment: int) -> list[tuple[int, int]]:
-        """(row, chunks of the segment before it); offsets ascend."""
+        """(row, tokens of the segment before it); offsets ascend."""
         if self.call.checkpoint is None or self.call.offsets is None:
             return []
         row, begin, length = self.spans[sequence]
-        chunks = self.parts[sequence][segment]
+        _, first, own = self.tokens(sequence, segment)
         found = []
         for index, offset in enumerate(self.call.offsets.values):
             tokens = offset - row * self.call.tokens - begin
             if 0 < tokens <= length and (tokens % CHUNK == 0 or tokens == length):
-                end = chunks_of(tokens)
-                if end - 1 in chunks:  # the segment has the last chunk before it
-                    found.append((index, end - chunks.start))
+                inside = tokens - (first - begin)
+                if 0 < inside <= own:  # the segment has the last token before it
+                    found.append((index, inside))
         return found
 
-    def affine(self, job: Job, cta: int, row: int) -> list[Event]:
+    def kept(self, job: Job, row: int, index: int, tokens: int) -> list[Event]:
+        """How a chain leaves a checkpoint: at the end of a record or between two chunks."""
+        sequence, head, segment = job.name
+        assert self.call.checkpoint is not None
+        state = self.call.checkpoint.state(index, head, row)
+        assert state is not None
+        if tokens % self.record_tokens == 0 or tokens == job.tokens[2]:
+            return [["run", records_of(tokens, self.record_tokens)], ["store", *state]]
+        assert tokens % PAIR == CHUNK
+        step = tokens // PAIR
+        middle = self.middles_base + MIDDLE_BYTES * self.place(sequence, segment, head, step)
+        assert middle + MIDDLE_BYTES <= self.carried_base
+        return [["run", step], ["between", middle, *state]]
+
+    def affine(self, job: Job, which: str, row: int) -> list[Event]:
         events: list[Event]
-        which, carried = STATE_MAP[cta], (*job.name, STATE_MAP[cta], row)
+        carried = self.carried(*job.name, which, row)
         if job.segment == 0:
             events = [["load", *self.state(self.call.initial, job.sequence, job.head, row)]]
-            if which == "map":
-                events.append(["store", *self.carried(*carried)])
         else:
             events = [["identity", row] if which == "map" else ["load", None]]
         events.append(["run", len(self.parts[job.sequence][job.segment])])
-        if job.segment > 0 or which == "state":
-            events.append(["store", *self.carried(*carried)])
-        return events
+        return [*events, ["store", *carried]]
 
-    def fused(self, job: Job, row: int, kept: bool = True) -> list[Event]:
+    def chain(self, job: Job, row: int, kept: bool = True) -> list[Event]:
         """With the checkpoints or without."""
         sequence, head, segment = job.name
         if self.segments == 1:
@@ -311,49 +375,169 @@ class Expected:
         else:
             initial = self.carried(sequence, head, segment - 1, "state", row)
         events: list[Event] = [["load", *initial]]
-        for index, chunks in self.checkpoints(sequence, segment) if kept else []:
-            assert self.call.checkpoint is not None
-            state = self.call.checkpoint.state(index, head, row)
-            assert state is not None
-            events += [["run", chunks], ["store", *state]]
+        for index, tokens in self.checkpoints(sequence, segment) if kept else []:
+            events += self.kept(job, row, index, tokens)
         events += [["run", len(self.parts[sequence][segment])], ["finish"]]
         last = segment == self.segments - 1
         final = self.state(self.call.final, sequence, head, row) if last else [None]
         return [*events, ["store", *final]]
 
 
-def check(call: Call, result: dict[str, Any], segments: int, exact: bool = True) -> None:
+def check(
+    call: Call, result: dict[str, Any], path: str, segments: int = 1, exact: bool = True
+) -> None:
     """All launches; without ``exact`` offsets do not ascend, and only some are kept."""
-    expected = Expected(call, result, segments)
+    expected = Expected(call, result, path, segments)
     names = ["schedule"] * (call.bounds is not None)
-    names += ["affine"] * (segments > 1) + ["combine"] * (segments > 2) + ["fused"]
+    if path == "fused":
+        names.append("fused")
+    else:
+        names += ["prepare_pairs"] * (record_room(call, PAIR) > 0)
+        names += ["affine"] * (segments > 1) + ["combine"] * (segments > 2) + ["walk"]
     launches = result["launches"]
     assert [launch["kernel"] for launch in launches] == names
+    chains = call.heads * len(call.spans)
     for launch in launches:
-        chains = call.heads * len(call.spans)
-        if launch["kernel"] == "combine":
-            assert (launch["ctas"], launch["threads"]) == (16 * chains, DIM)
-        if launch["kernel"] not in SHAPES:
-            continue
-        assert launch["segments"] == segments
-        assert launch["job_segments"] == segments - (launch["kernel"] == "affine")
-        assert launch["jobs"] == chains * launch["job_segments"]
+        kernel, grid = launch["kernel"], (launch["ctas"], launch["threads"])
+        assert launch["records"] == expected.records_base
+        assert launch["middles"] == expected.middles_base
         assert launch["carried"] == expected.carried_base
-        shape = SHAPES[launch["kernel"]]
-        assert launch["threads"] == 32 * shape.all_warps
-        check_launch(expected, launch, shape, exact)
-    if result["chunks"]:  # of all, and of three past the last one
-        whole = [
-            [row, begin + CHUNK * chunk, min(CHUNK, length - CHUNK * chunk)]
-            for row, begin, length in call.spans
-            for chunk in range(chunks_of(length))
-        ]
-        assert result["chunks"] == [*whole, *[[0, 0, 0]] * 3]
+        if kernel == "combine":
+            assert grid == (chains * (DIM // COMBINE_ROWS), COMBINE_THREADS)
+        elif kernel == "prepare_pairs":
+            pairs = call.heads * record_room(call, PAIR)
+            assert grid == (records_of(pairs, PAIRS_OF_CTA), 64 * PAIRS_OF_CTA)
+            if launch["warps"]:
+                check_prepared(expected, launch)
+        elif kernel != "schedule":
+            assert launch["segments"] == segments
+            assert launch["job_segments"] == segments - (kernel == "affine")
+            assert launch["jobs"] == chains * launch["job_segments"]
+            if kernel == "fused":
+                assert launch["threads"] == 32 * FUSED.all_warps
+                check_fused(expected, launch, exact)
+            else:
+                shape = WALKS[kernel]
+                assert grid == (launch["jobs"] * shape.parts, 32 * shape.all_warps)
+                check_walk(expected, launch, shape, exact)
+    if result["records"]:  # of all, and of three past the last one
+        assert result["records"] == [*whole_records(expected), *[[0, 0, 0]] * 3]
 
 
-def check_launch(expected: Expected, launch: dict[str, Any], shape: Shape, exact: bool) -> None:
-    call, affine = expected.call, launch["kernel"] == "affine"
-    done: list[tuple[int, int, int]] = []
+def whole_records(expected: Expected) -> list[list[int]]:
+    """The tokens of all records in order."""
+    size = expected.record_tokens
+    return [
+        [row, begin + size * n, min(size, length - size * n)]
+        for row, begin, length in expected.spans
+        for n in range(records_of(length, size))
+    ]
+
+
+def check_prepared(expected: Expected, launch: dict[str, Any]) -> None:
+    """Two warps make each pair's record, and leave it where the walk will look for it."""
+    call = expected.call
+    pair_base, pair_stride = launch["smem"]
+    records = whole_records(expected)
+    every = [(head, *record) for record in records for head in range(call.heads)]
+    events = {(x["cta"], x["warp"]): x["events"] for x in launch["warps"]}
+    assert len(events) == 2 * PAIRS_OF_CTA * launch["ctas"]
+    for (cta, warp), own in events.items():
+        index, chunk = divmod(warp, 2)
+        place = PAIRS_OF_CTA * cta + index
+        if place >= len(every):
+            assert own == []
+            continue
+        head, row, begin, length = every[place]
+        pair = pair_base + index * pair_stride
+        fetch, *rest = own
+        tokens = min(CHUNK, length - CHUNK * chunk)
+        # Rows of 64 channels are 128 bytes. The second chunk may have no tokens.
+        assert fetch[:-1] == ["fetch", pair + 128 * CHUNK * chunk, head, row, begin + CHUNK * chunk]
+        assert fetch[-1] == tokens if tokens > 0 else fetch[-1] <= 0
+        to = expected.records_base + RECORD_BYTES * place
+        assert rest == ([["leave", to, pair, RECORD_BYTES]] if chunk == 0 else [])
+    # What is kept of the first chunk of each: the rows' mark, everywhere, or nothing.
+    kept = call.checkpoint is not None and bool(call.offsets and call.offsets.values)
+    marks = [
+        1 + (row * call.tokens + begin) * call.heads + head if kept else 0
+        for head, row, begin, _ in every
+    ]
+    assert launch["marks"] == [*marks, *[0] * (len(launch["marks"]) - len(marks))]
+    assert len(launch["marks"]) == call.heads * record_room(call, PAIR)
+
+
+def check_job(expected: Expected, job: Job, row: int, has_values: bool) -> None:
+    tokens = expected.tokens(job.sequence, job.segment)
+    assert job.tokens == tokens
+    assert job.has_values == has_values
+    places = (tokens[0], tokens[1], job.head)
+    strides = expected.call.v_stride
+    offset = 2 * (row + sum(x * y for x, y in zip(places, strides, strict=True)))
+    assert (job.v, job.out) == (V + offset, OUT + offset)
+
+
+def check_walk(expected: Expected, launch: dict[str, Any], shape: WalkShape, exact: bool) -> None:
+    """Each CTA has one job and 64 rows of it: in affine of B, then of M, both in two parts."""
+    affine = launch["kernel"] == "affine"
+    jobs = [
+        (sequence, head, segment)
+        for sequence in expected.call.ranks
+        for segment in range(launch["job_segments"])
+        for head in range(expected.call.heads)
+    ]
+    warps = {(x["cta"], x["warp"]): x["events"] for x in launch["warps"]}
+    assert len(warps) in (shape.warps * launch["ctas"], shape.all_warps * launch["ctas"])
+    for cta in range(launch["ctas"]):
+        name, part = jobs[cta // shape.parts], cta % shape.parts
+        which = STATE_MAP[part // 2] if affine else "state"
+        # Of the first segment only a copy of the initial state is left, and no chain begins.
+        copies = affine and which == "map" and name[2] == 0
+        job = None
+        for warp in range(shape.warps):
+            row, events = 64 * (part % 2) + 16 * warp, warps[cta, warp]
+            if copies:
+                check_copy(expected, events, name, row)
+                continue
+            (job,) = jobs_of(events)
+            assert job.name == name
+            check_job(expected, job, row, which == "state")
+            if affine:
+                assert job.events == expected.affine(job, which, row)
+            elif exact:
+                assert job.events == expected.chain(job, row)
+            else:
+                check_unordered(expected, job, row)
+        if (cta, shape.warps) in warps:
+            records = expected.copies(job) if job is not None else []
+            assert warps[cta, shape.warps] == ring_events(launch, shape, records)
+
+
+def check_copy(
+    expected: Expected, events: list[Event], name: tuple[int, int, int], row: int
+) -> None:
+    sequence, head, segment = name
+    initial = expected.state(expected.call.initial, sequence, head, row)
+    load, store = events
+    assert load == ["load", *initial] or (initial == [None] and load[0] == "load" and not load[2])
+    assert store == ["store", *expected.carried(sequence, head, segment, "map", row)]
+
+
+def ring_events(launch: dict[str, Any], shape: WalkShape, records: list[int]) -> list[Event]:
+    """What fills a ring: a stage is filled again once its record before has been read."""
+    stages, stage_bytes, full, empty, barrier_bytes = launch["smem"]
+    events: list[Event] = []
+    for n, record in enumerate(records):
+        turn, stage = divmod(n, shape.stages)
+        if turn > 0:
+            events.append(["await", empty + barrier_bytes * stage, (turn - 1) % 2])
+        to, barrier = stages + stage_bytes * stage, full + barrier_bytes * stage
+        events.append(["copy", to, record, RECORD_BYTES, barrier])
+    return events
+
+
+def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None:
+    shape, done = FUSED, []
     warps = {(x["cta"], x["warp"]): x["events"] for x in launch["warps"]}
     for cluster in range(launch["ctas"] // shape.cluster):
         mine = {
@@ -368,66 +552,49 @@ def check_launch(expected: Expected, launch: dict[str, Any], shape: Shape, exact
             if warp >= shape.warps:
                 continue
             # Every warp of the chain has all jobs, in the same order, and rows of its own.
-            row = 16 * warp + (0 if affine else 64 * cta)
+            row = 64 * cta + 16 * warp
             own = jobs_of(events)
             assert [job.name for job in own] == [job.name for job in jobs]
             for job in own:
-                tokens = expected.tokens(job.sequence, job.segment)
-                assert job.tokens == tokens
-                assert job.has_values == (not affine or cta == 0)
-                places = (tokens[0], tokens[1], job.head)
-                offset = 2 * (row + sum(x * y for x, y in zip(places, call.v_stride, strict=True)))
-                assert (job.v, job.out) == (V + offset, OUT + offset)
-                if affine:
-                    assert job.events == expected.affine(job, cta, row)
-                elif exact:
-                    assert job.events == expected.fused(job, row)
+                check_job(expected, job, row, has_values=True)
+                if exact:
+                    assert job.events == expected.chain(job, row)
                 else:
                     check_unordered(expected, job, row)
         if len(mine) == shape.cluster * shape.all_warps:
-            check_walks(expected, jobs, mine, shape)
+            check_walks(jobs, mine)
     # Every job once, over all clusters.
-    segments = launch["job_segments"]
-    every = [
-        (sequence, head, segment)
-        for sequence in range(len(expected.spans))
-        for head in range(call.heads)
-        for segment in range(segments)
-    ]
-    assert sorted(done) == every
+    sequences, heads = range(len(expected.spans)), range(expected.call.heads)
+    assert sorted(done) == [(sequence, head, 0) for sequence in sequences for head in heads]
 
 
 def check_unordered(expected: Expected, job: Job, row: int) -> None:
     """Whatever is kept is a state that its offset names, once at most."""
     first, *middle = job.events
     kept, rest = middle[:-3], middle[-3:]
-    assert [first, *rest] == expected.fused(job, row, kept=False)
-    sequence, head, segment = job.name
-    allowed = set(expected.checkpoints(sequence, segment))
+    assert [first, *rest] == expected.chain(job, row, kept=False)
+    sequence, _, segment = job.name
+    allowed = expected.checkpoints(sequence, segment)
     done = 0
-    for (run_kind, chunks), store in zip(kept[::2], kept[1::2], strict=True):
-        assert run_kind == "run" and chunks >= done
-        done = chunks
-        pool = expected.call.checkpoint
-        assert pool is not None
-        possible = [i for i, at in allowed if at == chunks]
-        index = [i for i in possible if store == ["store", *(pool.state(i, head, row) or [])]]
+    for found in zip(kept[::2], kept[1::2], strict=True):
+        index = [x for x in allowed if expected.kept(job, row, *x) == list(found)]
         assert len(index) == 1
-        allowed.remove((index[0], chunks))
+        assert index[0][1] >= done
+        done = index[0][1]
+        allowed.remove(index[0])
 
 
-def check_walks(
-    expected: Expected, jobs: list[Job], mine: dict[tuple[int, int], list[Event]], shape: Shape
-) -> None:
+def check_walks(jobs: list[Job], mine: dict[tuple[int, int], list[Event]]) -> None:
     """Rows and solvers: every chunk of the cluster's jobs once, by the CTA that owns its stage."""
+    shape = FUSED
     every = [
         ["chunk", job.head, row, begin + CHUNK * n, min(CHUNK, length - CHUNK * n)]
         for job in jobs
         for row, begin, length in [job.tokens]
-        for n in range(chunks_of(length))
+        for n in range(records_of(length, CHUNK))
     ]
     # A group's gate depends on the head: which chunks of a walk are the first of another job.
-    job_of = [n for n, job in enumerate(jobs) for _ in range(chunks_of(job.tokens[2]))]
+    job_of = [n for n, job in enumerate(jobs) for _ in range(records_of(job.tokens[2], CHUNK))]
     makers = [
         [(cta, [shape.warps + solver]) for solver in range(shape.solvers) for cta in (0, 1)],
         [
@@ -454,9 +621,14 @@ def check_walks(
         assert sorted(seen) == list(range(len(every)))
 
 
-def forced(program: Path, call: Call, segments: int, clusters: int, exact: bool = True) -> None:
-    result = json.loads(run(program, call, segments=segments, clusters=clusters))
-    check(call, result, segments, exact)
+def forced(program: Path, call: Call, segments: int, exact: bool = True) -> None:
+    result = json.loads(run(program, call, segments=segments))
+    check(call, result, "segments", segments, exact)
+
+
+def fused(program: Path, call: Call, clusters: int, exact: bool = True) -> None:
+    result = json.loads(run(program, call, "fused", clusters=clusters))
+    check(call, result, "fused", exact=exact)
 
 
 lengths = st.sampled_from((0, 0, 1, 15, 16, 17, 32, 48)) | st.integers(0, 400)
@@ -528,25 +700,30 @@ cluster_counts = st.sampled_from((1, 2, 3, 5, 8))
 
 
 @settings(max_examples=150, deadline=None)
-@given(call=calls(), segments=segments_counts, clusters=cluster_counts)
-def test_any_cuts(program: Path, call: Call, segments: int, clusters: int) -> None:
-    forced(program, call, segments, clusters)
+@given(call=calls(), segments=segments_counts)
+def test_any_cuts(program: Path, call: Call, segments: int) -> None:
+    forced(program, call, segments)
+
+
+@settings(max_examples=100, deadline=None)
+@given(call=calls(), clusters=cluster_counts)
+def test_any_clusters(program: Path, call: Call, clusters: int) -> None:
+    fused(program, call, clusters)
 
 
 @settings(max_examples=60, deadline=None)
 @given(call=calls(ascending=False), segments=segments_counts, clusters=cluster_counts)
 def test_offsets_in_any_order(program: Path, call: Call, segments: int, clusters: int) -> None:
-    forced(program, call, segments, clusters, exact=False)
+    forced(program, call, segments, exact=False)
+    fused(program, call, clusters, exact=False)
 
 
-@pytest.mark.parametrize("clusters", [1, 2, 7, 66])
-@pytest.mark.parametrize("segments", range(1, 13))
-def test_many_checkpoints(program: Path, segments: int, clusters: int) -> None:
+def many_checkpoints() -> Call:
     """Of each chunk, and more than a warp reads at once; sequences of none, one and many."""
     bounds = [3, 3, 4, 700, 716, 716, 1903]
     spans = list(pairwise(bounds))
     every = [x for a, b in spans for x in (*range(a + CHUNK, b, CHUNK), *[b] * (b > a))]
-    call = Call(
+    return Call(
         2,
         1,
         1950,
@@ -556,35 +733,53 @@ def test_many_checkpoints(program: Path, segments: int, clusters: int) -> None:
         offsets=Integers(every, INT32),
         checkpoint=Pool(2**43, len(every)),
     )
-    result = json.loads(run(program, call, segments=segments, clusters=clusters))
-    check(call, result, segments)
-    # Independently of which segment keeps them: each row of each head and offset, once.
+
+
+def check_all_kept(call: Call, result: dict[str, Any]) -> None:
+    """Independently of who keeps them: each row of each head and offset, once."""
+    place = {"store": 1, "between": 2}
     stores = [
-        event[1]
+        event[place[event[0]]]
         for warp in result["launches"][-1]["warps"]
         for event in warp["events"]
-        if event[0] == "store" and event[2] and event[1] >= 2**43
+        if event[0] in place and event[place[event[0]] + 1] and event[place[event[0]]] >= 2**43
     ]
     rows = range(0, DIM, 16)
-    pool = call.checkpoint
-    assert pool is not None
-    wanted = [pool.state(c, h, r) for c in range(len(every)) for h in (0, 1) for r in rows]
+    pool, offsets = call.checkpoint, call.offsets
+    assert pool is not None and offsets is not None
+    count = len(offsets.values)
+    wanted = [pool.state(c, h, r) for c in range(count) for h in (0, 1) for r in rows]
     assert sorted(stores) == sorted(x[0] for x in wanted if x is not None)
 
 
+@pytest.mark.parametrize("segments", range(1, 13))
+def test_many_checkpoints_of_segments(program: Path, segments: int) -> None:
+    call = many_checkpoints()
+    result = json.loads(run(program, call, segments=segments))
+    check(call, result, "segments", segments)
+    check_all_kept(call, result)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 7, 66])
+def test_many_checkpoints_of_clusters(program: Path, clusters: int) -> None:
+    call = many_checkpoints()
+    result = json.loads(run(program, call, "fused", clusters=clusters))
+    check(call, result, "fused")
+    check_all_kept(call, result)
+
+
 def test_carried_states_do_not_overlap(program: Path) -> None:
-    """What the segments write in the workspace lies after the schedule and below its end."""
+    """What the segments write in the workspace lies after the records and below its end."""
     call = Call(3, 1, 500, [0, 100, 100, 500])
     for segments in (2, 3, 7):
-        result = json.loads(run(program, call, segments=segments, clusters=2))
+        result = json.loads(run(program, call, segments=segments))
+        affine = result["launches"][2]
         stores = sorted(
-            event[1]
-            for warp in result["launches"][1]["warps"]
-            for event in warp["events"]
-            if event[0] == "store"
+            event[1] for warp in affine["warps"] for event in warp["events"] if event[0] == "store"
         )
         # Every piece of 16 rows once, without gaps.
-        first = result["workspace"] + result["schedule_bytes"]
+        room = 3 * record_room(call, PAIR) * (RECORD_BYTES + MIDDLE_BYTES)
+        first = result["workspace"] + result["schedule_bytes"] + room
         count = 3 * 3 * (segments - 1) * 2 * 8
         assert stores == [first + n * 16 * DIM * 4 for n in range(count)]
         assert stores[-1] + 16 * DIM * 4 <= result["workspace"] + result["workspace_bytes"]
@@ -595,7 +790,7 @@ def test_carried_states_do_not_overlap(program: Path) -> None:
     "call",
     [
         Call(12, 1, 8192),
-        Call(1, 1, 1521),
+        Call(1, 1, 945),
         Call(4, 3, 2000),
         Call(2, 1, 14000, [3, 5003, 5003, 5004, 9325, 9372, 13972]),
         Call(1, 1, 9000, [0, 0, 9000, 9000]),
@@ -614,19 +809,21 @@ def test_planned(program: Path, call: Call, sms: int) -> None:
         offsets=Integers(sorted(inner)),
         checkpoint=Pool(2**43, len(inner), BFLOAT16),
     )
-    result = json.loads(run(program, call, sms))
-    chains = call.heads * len(call.spans)
-    chunks = min(
-        call.batch * call.tokens, (call.batch * call.tokens + 15 * len(call.spans)) // CHUNK
-    )
-    segments = max(1, min(sms // 2 // chains, chunks // len(call.spans) // 48))
-    check(call, result, segments)
     schedule = -(-4 * (3 * len(call.spans) + 2) // 256) * 256
-    size = schedule + chains * (segments - 1) * 2 * STATE_BYTES
+    chains = call.heads * len(call.spans)
+
+    result = json.loads(run(program, call, sms=sms))
+    chunks = record_room(call, CHUNK) // len(call.spans)
+    segments = max(1, min(sms // 2 // chains, 1 + chunks // 60))
+    check(call, result, "segments", segments)
+    room = call.heads * record_room(call, PAIR) * (RECORD_BYTES + MIDDLE_BYTES)
+    size = schedule + room + chains * (segments - 1) * 2 * STATE_BYTES
     assert result["workspace_bytes"] == size
-    for launch in result["launches"]:
-        if launch["kernel"] in SHAPES:
-            assert launch["ctas"] == 2 * min(launch["jobs"], sms // 2)
+
+    result = json.loads(run(program, call, "fused", sms))
+    check(call, result, "fused")
+    assert result["workspace_bytes"] == schedule
+    assert result["launches"][-1]["ctas"] == 2 * min(chains, sms // 2)
 
 
 @pytest.mark.parametrize(
@@ -655,10 +852,11 @@ def test_most_tokens(program: Path, call: Call, sms: int) -> None:
             offsets=Integers(offsets, dtype),
             checkpoint=Pool(2**43, len(offsets)),
         )
-        result = json.loads(run(program, kept, sms, mode=LIST_CHAINS))
+        result = json.loads(run(program, kept, sms=sms, mode=LIST_CHAINS))
         segments = result["launches"][-1]["segments"]
         assert segments == sms // 2 // len(call.spans)
-        check(kept, result, segments)
+        check(kept, result, "segments", segments)
+        check(kept, json.loads(run(program, kept, "fused", sms, mode=LIST_CHAINS)), "fused")
 
 
 @settings(max_examples=60, deadline=None)
@@ -673,7 +871,7 @@ def test_count_at_most(program: Path, entries: list[int], values: list[int]) -> 
     values += [x + y for x in entries[:: 1 + len(entries) // 20] for y in (-1, 0, 1)]
     args = bytes(abi.ARGS.size)
     arrays = [np.array(x, np.int64).tobytes() for x in (values, entries, [], [], [], [])]
-    printed = execute(program, COUNT, (0, 0, 0), args, *arrays)
+    printed = execute(program, COUNT, (0, 0, 0, 0), args, *arrays)
     found = json.loads(printed) if values else []
     assert found == [bisect.bisect_right(entries, x) for x in values]
 
@@ -699,9 +897,18 @@ def test_combine(program: Path, segments: int) -> None:
 @pytest.mark.parametrize("name", ["rows", "solver"])
 def test_walks_are_those_of_the_kernels(name: str) -> None:
     """Two classes are too much for the host and stand in tests/slices, with the same walks."""
+    same_in_kernels(f"sm90/{name}.cuh", r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;")
+
+
+def test_rings_are_those_of_the_kernels() -> None:
+    """Which stage a record has is told beside the chain, which is replaced."""
+    same_in_kernels("chunk/chain.cuh", r"template <int kStages>\nstruct RingPosition \{.*?\n\};")
+
+
+def same_in_kernels(file: str, *parts: str) -> None:
     if not CSRC.is_dir():
         pytest.skip("needs the sources of the kernels")
-    texts = [(folder / "sm90" / f"{name}.cuh").read_text() for folder in (CSRC, STAND_INS)]
-    for part in (r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;"):
-        first, second = (re.findall(part, text) for text in texts)
+    texts = [(folder / file).read_text() for folder in (CSRC, STAND_INS)]
+    for part in parts:
+        first, second = (re.findall(part, text, re.DOTALL) for text in texts)
         assert first == second and len(first) == 1

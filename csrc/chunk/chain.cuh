@@ -48,7 +48,7 @@ class Chain {
   __device__ __forceinline__ void begin(const ChainSlice& slice, int first_row, bool has_values) {
     const int token = lane_ / kUnits, byte = lane_ % kUnits * 16;
     const int length = slice.range.tokens.length;
-    steps_ = (length + kTokens - 1) / kTokens;
+    steps_ = records_of(length, kTokens);
     done_ = 0;
     rows_left_ = has_values ? length - token : 0;
     next_value_ = static_cast<const unsigned char*>(p_.v) +

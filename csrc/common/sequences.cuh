@@ -12,7 +12,7 @@ struct TokenRange {
 };
 
 __device__ __forceinline__ int records_of(int tokens, int record_tokens) {
-  return (tokens + record_tokens - 1) / record_tokens;
+  return (tokens + (record_tokens - 1)) / record_tokens;  // a pair more may be 2^31
 }
 __device__ __forceinline__ int chunks_of(int tokens) { return records_of(tokens, kChunk); }
 

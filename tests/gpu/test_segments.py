@@ -34,11 +34,10 @@ LENGTHS = (5000, 0, 1, 4321, 47, 4600)
 STATES = [torch.float32, torch.bfloat16]
 LARGEST = torch.finfo(torch.bfloat16).max
 PAIR = 32
-"""Tokens of a step of this path: two chunks."""
 PAIR_BYTES = 29184 + 4608
-"""What a pair and head take in the workspace, and before a checkpoint between its chunks."""
+"""The record of a pair of chunks and head in the workspace, and what is kept of its first chunk."""
 CARRIED_BYTES = 2 * 4 * 128 * 128
-"""What a segment leaves in the workspace."""
+"""What a segment leaves there."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +58,8 @@ def segments_of(case: cases.Case) -> int:
     batch, tokens, heads, _ = case.q.shape
     sequences = case.state_shape[0]
     pairs = min(batch * tokens, (batch * tokens + (PAIR - 1) * sequences) // PAIR)
-    carried = workspace_bytes(case) - pairs * heads * PAIR_BYTES
-    segments = 1 + carried // (sequences * heads * CARRIED_BYTES)
+    cuts = (workspace_bytes(case) - pairs * heads * PAIR_BYTES) // (sequences * heads)
+    segments = 1 + cuts // CARRIED_BYTES
     assert segments > 1, "the case has too few tokens to be cut"
     return segments
 
@@ -97,7 +96,7 @@ def test_packed(rng: cases.Random, initial: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 7])
-@pytest.mark.parametrize("tokens", [1521, 1536, 1537, 4097, 9000])
+@pytest.mark.parametrize("tokens", [945, 960, 1521, 1536, 1537, 4097, 9000])
 def test_one_sequence(rng: cases.Random, tokens: int, heads: int) -> None:
     case = make_case(rng, tokens=tokens, heads=heads)
     segments_of(case)
@@ -120,14 +119,15 @@ def test_kinds_of_input(rng: cases.Random, kind: str) -> None:
 @pytest.mark.parametrize("dtype", STATES)
 @pytest.mark.parametrize("initial", [None, torch.float32])
 def test_checkpoints(rng: cases.Random, dtype: torch.dtype, initial: torch.dtype | None) -> None:
-    """Inside of each segment, on its borders and beside them, and at the end of sequences."""
+    """Inside of each segment, on its borders and beside them, between the chunks of a pair, and at
+    the end of sequences."""
     case = make_case(rng, lengths=LENGTHS, before=5, after=7, initial_state=initial)
     expected = forward(case)
     wanted: list[tuple[int, int]] = []
     for n, (_, begin, end) in enumerate(case.spans):
         places = {16, 256, end - begin}
         for border in borders(case, n):
-            places |= {border - 16, border, border + 16, border + 640}
+            places |= {border - 16, border, border + 16, border + 32, border + 640, border + 656}
         wanted += [(n, x) for x in sorted(places) if 0 < x <= end - begin]
     offsets = [case.spans[n][1] + x for n, x in wanted]
     states = poisoned(len(offsets), *case.state_shape[1:], dtype=dtype, device=case.device)

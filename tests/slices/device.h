@@ -26,12 +26,26 @@ namespace device {
   std::exit(3);
 }
 
-enum Event : int64_t { kJob, kLoad, kIdentity, kRun, kStore, kFinish, kChunk };
+// From kAwait on by one lane of a warp, the others by all of them alike.
+enum Event : int64_t {
+  kJob,
+  kLoad,
+  kIdentity,
+  kRun,
+  kStore,
+  kBetween,
+  kFinish,
+  kChunk,
+  kFetch,
+  kAwait,
+  kCopy,
+  kLeave
+};
 enum Meeting { kShuffle, kBallot, kSyncThreads };
 
 class Threads {
  public:
-  static constexpr int kMost = 128;
+  static constexpr int kMost = 512;
   using Events = std::vector<std::vector<int64_t>>;
 
   // Calls body() in `count` threads, from number `first` of the CTA on.
@@ -100,6 +114,13 @@ inline void Threads::enter() {
   threads.threads_[threads.current_].done = true;
 }
 
+// What a barrier has been told to expect.
+struct Expected {
+  const void* barrier;
+  unsigned bytes;
+};
+inline Expected expected;
+
 inline int64_t address(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
 
 }  // namespace device
@@ -124,6 +145,7 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate) {
   for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(met[lane]) << lane;
   return votes;
 }
+inline void __syncwarp() {}
 inline void __syncthreads() { device::threads.meet(device::kSyncThreads, 0); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 

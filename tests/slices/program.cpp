@@ -1,4 +1,4 @@
-// Walks through the launches of one call of the path that cuts sequences, as the kernels would, and
+// Walks through the launches of one call of a path of the sm90 family, as the kernels would, and
 // prints what every warp is given to do. The launcher, the kernels' outlines and their index
 // arithmetic are those of csrc; what computes, copies and waits is replaced (the other files here).
 //
@@ -18,6 +18,8 @@
 
 // Last: it makes some words of the language macros.
 #include "device.h"
+#include "sm90/fused.cuh"
+#include "sm90/prepare_pairs.cuh"
 #include "sm90/segments.cuh"
 
 namespace {
@@ -28,9 +30,10 @@ enum Mode : int32_t { kListAll, kListChains, kCombine, kCount };
 
 struct Request {
   Mode mode;
+  host::Path path;
   int32_t sm_count;
   int32_t segments;  // 0: as the plan says
-  int32_t clusters;  // of each launch; only if `segments` is given
+  int32_t clusters;  // of the fused kernel; 0: as the plan says
 };
 
 // Memory that ends where reading it would end the program.
@@ -67,8 +70,17 @@ Guarded read_array() {
   return array;
 }
 
-enum Kernel : uintptr_t { kNone, kSchedule, kAffineKernel, kCombineKernel, kFusedKernel };
-constexpr const char* kNames[] = {"", "schedule", "affine", "combine", "fused"};
+enum Kernel : uintptr_t {
+  kNone,
+  kSchedule,
+  kPrepareKernel,
+  kAffineKernel,
+  kCombineKernel,
+  kWalkKernel,
+  kFusedKernel
+};
+constexpr const char* kNames[] = {"",        "schedule", "prepare_pairs", "affine",
+                                  "combine", "walk",     "fused"};
 
 struct Launch {
   Kernel kernel;
@@ -86,10 +98,14 @@ CUresult record_launch(const CUlaunchConfig* config, CUfunction function, void**
 
 CUfunction function(Kernel kernel) { return reinterpret_cast<CUfunction>(kernel); }
 
-// One launch of a given number of clusters after the other, as launch_fused() would do it.
+// The launches for another number of segments or clusters, as the launcher would do them.
 void cut_otherwise(const Request& request) {
+  if (request.path == host::kPathFused) {
+    launches.back().ctas = static_cast<unsigned>(kFused.cluster * request.clusters);
+    return;
+  }
   ForwardParams params = launches.back().params;
-  launches.resize(launches.front().kernel == kSchedule ? 1 : 0);
+  while (!launches.empty() && launches.back().kernel > kPrepareKernel) launches.pop_back();
   const int chains = params.sequences * params.heads;
   params.segments = request.segments;
   const auto add = [&](Kernel kernel, int segments, int ctas, int threads) {
@@ -98,15 +114,17 @@ void cut_otherwise(const Request& request) {
     launches.push_back(
         {kernel, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), params});
   };
-  const int before = request.segments - 1;
-  if (before > 0) add(kAffineKernel, before, kAffine.cluster * request.clusters, kAffine.threads());
-  if (before > 1) add(kCombineKernel, before, chains * (kHeadDim / kCombineRows), kHeadDim);
-  add(kFusedKernel, request.segments, kFused.cluster * request.clusters, kFused.threads());
+  const int before = request.segments - 1, all = chains * request.segments;
+  const int affine_ctas = chains * before * kCarried * kAffine.slices();
+  if (before > 0) add(kAffineKernel, before, affine_ctas, kAffine.threads());
+  if (before > 1) add(kCombineKernel, before, chains * (kHeadDim / kCombineRows), kCombineThreads);
+  add(kWalkKernel, request.segments, all * kWalk.slices(), kWalk.threads());
 }
 
 void print_events(const device::Threads::Events& events) {
-  static constexpr const char* kEvents[] = {"job",   "load",   "identity", "run",
-                                            "store", "finish", "chunk"};
+  static constexpr const char* kEvents[] = {"job",   "load",    "identity", "run",
+                                            "store", "between", "finish",   "chunk",
+                                            "fetch", "await",   "copy",     "leave"};
   const char* separator = "";
   for (const std::vector<int64_t>& event : events) {
     std::printf("%s[\"%s\"", separator, kEvents[event[0]]);
@@ -117,6 +135,15 @@ void print_events(const device::Threads::Events& events) {
   }
 }
 
+// What a lane does, less what is one lane's alone.
+device::Threads::Events in_common(const device::Threads::Events& events) {
+  device::Threads::Events common;
+  for (const std::vector<int64_t>& event : events) {
+    if (event[0] < device::kAwait) common.push_back(event);
+  }
+  return common;
+}
+
 // All warps of all CTAs, one after the other.
 template <class Body>
 void print_warps(const Launch& launch, int warps, Body body) {
@@ -125,8 +152,9 @@ void print_warps(const Launch& launch, int warps, Body body) {
   for (blockIdx.x = 0; blockIdx.x < launch.ctas; ++blockIdx.x) {
     for (int warp = 0; warp < warps; ++warp) {
       device::threads.run(32, 32 * warp, body);
+      const device::Threads::Events common = in_common(device::threads.events(0));
       for (int lane = 1; lane < 32; ++lane) {
-        if (device::threads.events(lane) != device::threads.events(0))
+        if (device::threads.events(lane) != common)
           device::fail("the lanes of a warp do not agree");
       }
       std::printf("%s{\"cta\":%u,\"warp\":%d,\"events\":[", separator, blockIdx.x, warp);
@@ -137,35 +165,69 @@ void print_warps(const Launch& launch, int warps, Body body) {
   }
 }
 
-template <const FusedShape& kShape>
-sm90::FusedSmem<kShape> smem;
+sm90::FusedSmem<kFused> fused_smem;
+sm90::PreparePairsSmem prepare_smem;
+template <const RecurrenceShape& kShape>
+RecurrenceSmem<kShape> walk_smem;
 
-void print_launch(const Launch& launch, bool all) {
+// Where the stages of a ring and their barriers are.
+template <const RecurrenceShape& kShape>
+void print_ring() {
+  const RecurrenceSmem<kShape>& smem = walk_smem<kShape>;
+  std::printf("],\"smem\":[%lld,%zu,%lld,%lld,%zu",
+              static_cast<long long>(device::address(smem.stage)), sizeof smem.stage[0],
+              static_cast<long long>(device::address(smem.full)),
+              static_cast<long long>(device::address(smem.empty)), sizeof smem.full[0]);
+}
+
+// The marks of the first chunks of pairs, which fill what is kept of them; 0: nothing is.
+void print_marks(const ForwardParams& p, int64_t count) {
+  constexpr int kWords = MiddleRecord::kBytes / static_cast<int>(sizeof(float));
+  const auto* mark = reinterpret_cast<const float*>(p.middles);
+  for (int64_t i = 0; i < count; ++i, mark += kWords) {
+    const bool same = std::all_of(mark, mark + kWords, [&](float x) { return x == *mark; });
+    std::printf("%s%.0f", i == 0 ? "" : ",", static_cast<double>(same ? *mark : -1.0f));
+  }
+}
+
+// `pairs`: the records that there is room for.
+void print_launch(const Launch& launch, bool all, int64_t pairs) {
   const ForwardParams& p = launch.params;
   std::printf(
       "{\"kernel\":\"%s\",\"ctas\":%u,\"threads\":%u,\"segments\":%d,\"job_segments\":%d,"
-      "\"jobs\":%lld,\"carried\":%lld,\"warps\":[",
+      "\"jobs\":%lld,\"records\":%lld,\"middles\":%lld,\"carried\":%lld,\"warps\":[",
       kNames[launch.kernel], launch.ctas, launch.threads, p.segments, p.job_segments, p.jobs,
+      static_cast<long long>(device::address(p.records)),
+      static_cast<long long>(device::address(p.middles)),
       static_cast<long long>(device::address(p.carried)));
-  const int threads = static_cast<int>(launch.threads);
-  if (launch.kernel == kAffineKernel) {
-    print_warps(launch, all ? threads / 32 : kAffine.warps,
-                [&] { sm90::affine<kAffine>(p, smem<kAffine>); });
+  const int warps = static_cast<int>(launch.threads) / 32;
+  if (launch.kernel == kPrepareKernel && all) {
+    print_warps(launch, warps, [&] { sm90::prepare_pairs(p, prepare_smem); });
+    std::printf("],\"smem\":[%lld,%zu],\"marks\":[",
+                static_cast<long long>(device::address(prepare_smem.pair)),
+                sizeof prepare_smem.pair[0]);
+    print_marks(p, pairs);
+  } else if (launch.kernel == kAffineKernel) {
+    print_warps(launch, all ? warps : kAffine.warps,
+                [&] { sm90::affine<kAffine>(p, walk_smem<kAffine>); });
+    print_ring<kAffine>();
+  } else if (launch.kernel == kWalkKernel) {
+    print_warps(launch, all ? warps : kWalk.warps, [&] { sm90::walk<kWalk>(p, walk_smem<kWalk>); });
+    print_ring<kWalk>();
   } else if (launch.kernel == kFusedKernel) {
-    print_warps(launch, all ? threads / 32 : kFused.warps,
-                [&] { sm90::fused<kFused>(p, smem<kFused>); });
+    print_warps(launch, all ? warps : kFused.warps, [&] { sm90::fused<kFused>(p, fused_smem); });
   }
   std::printf("]}");
 }
 
-// The tokens of all chunks, and of some past the last one.
-void print_chunks(const ForwardParams& p, int count) {
+// The tokens of all records, and of some past the last one.
+void print_records(const ForwardParams& p, int count) {
   const char* separator = "";
-  for (int chunk = 0; chunk < count; ++chunk) {
+  for (int record = 0; record < count; ++record) {
     TokenRange tokens[32];
     device::threads.run(32, 0, [&] {
       const int lane = static_cast<int>(threadIdx.x);
-      tokens[lane] = chunk_tokens(p, chunk, lane);
+      tokens[lane] = record_tokens(p, record, lane);
     });
     for (const TokenRange& other : tokens) {
       if (std::memcmp(&other, tokens, sizeof other) != 0)
@@ -228,7 +290,7 @@ int main() {
   read_bytes(&request, sizeof request);
   read_bytes(&args, sizeof args);
   const Guarded indices = read_array(), offsets = read_array();
-  const Guarded start = read_array(), chunk_begin = read_array(), order = read_array();
+  const Guarded start = read_array(), record_begin = read_array(), order = read_array();
   const Guarded carried = read_array();
   if (request.mode == kCount) {
     print_counts(offsets, indices);
@@ -238,36 +300,37 @@ int main() {
   host::Module module{};
   module.gpu = {host::kHopper, request.sm_count};
   module.schedule = function(kSchedule);
+  module.prepare_pairs = function(kPrepareKernel);
   module.affine = function(kAffineKernel);
   module.combine = function(kCombineKernel);
-  module.chain[host::kPathSegments] = function(kFusedKernel);
+  module.chain[host::kPathFused] = function(kFusedKernel);
+  module.chain[host::kPathSegments] = function(kWalkKernel);
 
-  int64_t needed = 0, schedule_bytes = 0;
   const int status = host::guarded([&] {
     const host::Plan plan = host::make_plan({args.batch * args.tokens, args.heads, args.sequences},
-                                            module.gpu, host::kPathSegments);
-    needed = plan.workspace_bytes;
-    schedule_bytes = plan.schedule_bytes;
+                                            module.gpu, request.path);
+    int64_t needed = plan.workspace_bytes;
     if (request.segments > 0) {
       const int64_t states = args.sequences * args.heads * (request.segments - 1) * kCarried;
-      needed = std::max(needed, schedule_bytes + states * kHeadDim * kHeadDim * 4);
+      needed = std::max(needed, plan.schedule_bytes + plan.record_bytes + plan.middle_bytes +
+                                    states * kHeadDim * kHeadDim * 4);
     }
     const Guarded workspace(static_cast<size_t>(needed));
     args.workspace = workspace.address();
     args.workspace_bytes = needed;
     args.state_indices = indices.address();
     args.checkpoint_offsets = offsets.address();
-    args.path = host::kPathSegments;
+    args.path = request.path;
     if (!launches.empty()) device::fail("launches before the call");
     host::launch_forward(module, args);
     if (launches.empty()) return;
     const ForwardParams& p = launches.back().params;
     if (args.cu_seqlens != 0) {  // what the schedule leaves
       std::memcpy(p.sequence_start, start.data(), start.bytes());
-      std::memcpy(p.chunk_begin, chunk_begin.data(), chunk_begin.bytes());
+      std::memcpy(p.record_begin, record_begin.data(), record_begin.bytes());
       std::memcpy(p.sequence_order, order.data(), order.bytes());
     }
-    if (request.segments > 0) cut_otherwise(request);
+    if (request.segments > 0 || request.clusters > 0) cut_otherwise(request);
 
     if (request.mode == kCombine) {
       std::memcpy(launches.back().params.carried, carried.data(), carried.bytes());
@@ -279,22 +342,22 @@ int main() {
     }
     std::printf("{\"workspace\":%lld,\"workspace_bytes\":%lld,\"schedule_bytes\":%lld,",
                 static_cast<long long>(args.workspace), static_cast<long long>(needed),
-                static_cast<long long>(schedule_bytes));
+                static_cast<long long>(plan.schedule_bytes));
     std::printf("\"launches\":[");
     const char* separator = "";
     for (const Launch& launch : launches) {
       std::printf("%s", separator);
-      print_launch(launch, request.mode == kListAll);
+      print_launch(launch, request.mode == kListAll, plan.middle_bytes / MiddleRecord::kBytes);
       separator = ",\n";
     }
-    std::printf("],\"chunks\":[");
+    std::printf("],\"records\":[");
     if (request.mode == kListAll) {
       const ForwardParams& last = launches.back().params;
       const bool packed = args.cu_seqlens != 0;
       const int count =
-          packed ? last.chunk_begin[last.sequences] : last.batch * last.chunks_per_sequence;
-      // Without any prepare() is not launched, which would divide by the chunks of a row.
-      if (packed || count > 0) print_chunks(last, count + 3);
+          packed ? last.record_begin[last.sequences] : last.batch * last.records_per_sequence;
+      // Without any no prepare kernel is launched, which would divide by the records of a row.
+      if (packed || count > 0) print_records(last, count + 3);
     }
     std::printf("]}\n");
   });

@@ -9,6 +9,15 @@ namespace flash_kda {
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}
 
+inline void bulk_load(void* shared, const void* global, unsigned bytes,
+                      unsigned long long* barrier) {
+  if (device::expected.barrier != barrier || device::expected.bytes != bytes)
+    device::fail("a copy that its barrier does not expect");
+  device::expected = {};
+  device::threads.record({device::kCopy, device::address(shared), device::address(global), bytes,
+                          device::address(barrier)});
+}
+
 constexpr int kStateTiles = 1;
 using State = float[1][kStateTiles][4];
 
@@ -24,33 +33,50 @@ inline void store_state(const State&, const StateAddress& to, int) {
       {device::kStore, device::address(to.base), to.dtype, to.vectorised ? 1 : 0});
 }
 
-template <class Ring, class Step>
+// As in csrc.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <class Ring, class Step, class Memory>
 class Chain {
  public:
+  static constexpr int kTokens = Step::kTokens;
   using State = flash_kda::State;
 
-  Chain(const ForwardParams& p, const Ring&, ChainWarpMemory<1>&) : p_(p) {}
+  Chain(const ForwardParams& p, const Ring&, Memory&) : p_(p) {}
 
   void begin(const ChainSlice& slice, int first_row, bool has_values) {
     const TokenRange& tokens = slice.range.tokens;
-    chunks_ = chunks_of(tokens.length);
+    steps_ = records_of(tokens.length, kTokens);
     done_ = 0;
     device::threads.record({device::kJob, slice.range.sequence, slice.head, slice.segment,
                             tokens.batch, tokens.begin, tokens.length, has_values ? 1 : 0,
                             device::address(p_.v) + slice.token_bytes(p_.v_stride, first_row),
                             device::address(p_.out) + slice.token_bytes(p_.out_stride, first_row)});
   }
-  int chunks() const { return chunks_; }
+  int steps() const { return steps_; }
   void run(State&, int end) {
-    if (end < done_ || end > chunks_) device::fail("a chain leaves its chunks");
+    if (end < done_ || end > steps_) device::fail("a chain leaves its sequence");
     done_ = end;
     device::threads.record({device::kRun, end});
+  }
+  // There must be a record and values to come.
+  void between(const unsigned char* middle, const StateAddress& to) const {
+    if (done_ >= steps_) device::fail("a state between chunks behind the last one");
+    device::threads.record({device::kBetween, device::address(middle), device::address(to.base),
+                            to.dtype, to.vectorised ? 1 : 0});
   }
   void finish() { device::threads.record({device::kFinish}); }
 
  private:
   const ForwardParams& p_;
-  int chunks_ = 0, done_ = 0;
+  int steps_ = 0, done_ = 0;
 };
 
 }  // namespace flash_kda

@@ -5,7 +5,7 @@
 
 namespace flash_kda::sm90 {
 
-template <const FusedShape& kShape, bool kQueries>
+template <const FusedShape& kShape>
 class RowsWarp {
  public:
   RowsWarp(const ForwardParams& p, FusedSmem<kShape>&, int cta, int group, int, int)

@@ -5,7 +5,7 @@
 
 namespace flash_kda::sm90 {
 
-template <const FusedShape& kShape, bool kQueries>
+template <const FusedShape& kShape>
 class SolverWarp {
  public:
   SolverWarp(const ForwardParams& p, FusedSmem<kShape>&, int cta, int solver, int)

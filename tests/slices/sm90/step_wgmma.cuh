@@ -3,7 +3,9 @@
 
 namespace flash_kda::sm90 {
 
-template <bool kOutputs>
-struct WgmmaStep {};
+template <int kTokensOfRecord, bool kWithOutputs>
+struct WgmmaStep {
+  static constexpr int kTokens = kTokensOfRecord;
+};
 
 }  // namespace flash_kda::sm90
