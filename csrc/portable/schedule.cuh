@@ -1,5 +1,5 @@
 // Reads cu_seqlens once, on the device, and leaves what the other kernels need: starts that are
-// safe to use whatever cu_seqlens holds, the number of chunks before each sequence, and an order
+// safe to use whatever cu_seqlens holds, the number of records before each sequence, and an order
 // that starts the longest sequences first. One CTA; no host ever reads cu_seqlens.
 #pragma once
 
@@ -67,9 +67,9 @@ __device__ void schedule(const ForwardParams& p) {
   if (tid < kLengthClasses) class_offset[tid] = 0;
 
   // The running maximum of the boundaries is what makes any cu_seqlens safe: starts never decrease,
-  // so all chunks together are at most T / 16 + N, which is what the workspace holds.
+  // so all records together are at most T / record_tokens + N, which is what the workspace holds.
   int reached = read_boundary(p, 0);
-  int chunks = 0;
+  int records = 0;
   if (tid == 0) {
     p.sequence_start[0] = reached;
     p.record_begin[0] = 0;
@@ -82,9 +82,9 @@ __device__ void schedule(const ForwardParams& p) {
     if (present) p.sequence_start[n + 1] = end;
     __syncthreads();
     const int length = present ? end - p.sequence_start[n] : 0;
-    const int chunk_end = block_scan(records_of(length, p.record_tokens), chunks, totals, Sum{});
+    const int end_record = block_scan(records_of(length, p.record_tokens), records, totals, Sum{});
     if (present) {
-      p.record_begin[n + 1] = chunk_end;
+      p.record_begin[n + 1] = end_record;
       atomicAdd(&class_offset[length_class(length)], 1);
     }
   }
