@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
@@ -71,3 +74,21 @@ def test_help() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "accuracy.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "--publish" in done.stdout
+
+
+def test_inputs_that_fla_refuses(tree: Path) -> None:
+    """Its column stays empty there, and the run goes on."""
+
+    class Fla:
+        def bind_both(self, inputs: dict[str, Any]) -> Callable[[], Any]:
+            def call() -> Any:
+                if inputs["lower_bound"] == 0:
+                    raise ValueError("`lower_bound` must be in the safe range [-5, 0)")
+                return accuracy.run_ours(inputs)
+
+            return call
+
+    base = accuracy.make_inputs(16, 1, torch.device("cpu"))
+    for bound, refused in ((-1.0, False), (0.0, True)):
+        row = accuracy.measure(lambda bound=bound: {**base, "lower_bound": bound}, Fla())
+        assert ("fla" in row) is not refused and row["flash_kda"]["out"] < 2.5e-3

@@ -293,3 +293,18 @@ def test_reports_of_this_repository_are_as_bench_writes_them(tmp_path: Path) -> 
 def test_pages_of_this_repository_have_the_markers(page: str) -> None:
     text = (ROOT / page).read_text()
     assert text.index(bench_report.README_BEGIN) < text.index(bench_report.README_END)
+
+
+def test_fla_bound_by_its_host() -> None:
+    """No ratio where FLA takes as long as for one token, or much longer a token than elsewhere."""
+    content = document()
+    content["rows"] = [
+        row("n1_h96_t8192", 0.7, 2.6),
+        row("n1_h12_t8192", 0.2, 0.9),
+        row("n1_h32_t1", 0.01, 0.8),
+        row("n1_h32_t64", 0.01, 0.81),
+        row("n4x512_h12", 0.04, 1.6),
+        row("n1_h64_t8192", 0.4, None),
+    ]
+    bound = [bench_report.fla_is_host_bound(content, x) for x in content["rows"]]
+    assert bound == [False, False, True, True, True, False]
