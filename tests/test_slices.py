@@ -29,6 +29,9 @@ from flash_kda import abi
 CHUNK, PAIR, DIM = 16, 32, 128
 STATE_BYTES = 4 * DIM * DIM
 RECORD_BYTES = 29184  # of a pair of chunks and head
+WHOLE = ((0, RECORD_BYTES),)
+# What the maps need: K~ and K- of either half, then the decay and the inverse.
+WITHOUT_QUERIES = ((0, 4096), (8192, 4096), (12288, 4096), (20480, 4096), (24576, 2560))
 MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
 PATHS = {"fused": 3, "segments": 4}  # as host/plan.h numbers them
 RECORD_TOKENS = {"fused": CHUNK, "segments": PAIR}
@@ -510,7 +513,8 @@ def check_walk(expected: Expected, launch: dict[str, Any], shape: WalkShape, exa
                 check_unordered(expected, job, row)
         if (cta, shape.warps) in warps:
             records = expected.copies(job) if job is not None else []
-            assert warps[cta, shape.warps] == ring_events(launch, shape, records)
+            pieces = WITHOUT_QUERIES if affine else WHOLE
+            assert warps[cta, shape.warps] == ring_events(launch, shape, records, pieces)
 
 
 def check_copy(
@@ -523,7 +527,12 @@ def check_copy(
     assert store == ["store", *expected.carried(sequence, head, segment, "map", row)]
 
 
-def ring_events(launch: dict[str, Any], shape: WalkShape, records: list[int]) -> list[Event]:
+def ring_events(
+    launch: dict[str, Any],
+    shape: WalkShape,
+    records: list[int],
+    pieces: tuple[tuple[int, int], ...],
+) -> list[Event]:
     """What fills a ring: a stage is filled again once its record before has been read."""
     stages, stage_bytes, full, empty, barrier_bytes = launch["smem"]
     events: list[Event] = []
@@ -532,7 +541,7 @@ def ring_events(launch: dict[str, Any], shape: WalkShape, records: list[int]) ->
         if turn > 0:
             events.append(["await", empty + barrier_bytes * stage, (turn - 1) % 2])
         to, barrier = stages + stage_bytes * stage, full + barrier_bytes * stage
-        events.append(["copy", to, record, RECORD_BYTES, barrier])
+        events += [["copy", to + at, record + at, size, barrier] for at, size in pieces]
     return events
 
 

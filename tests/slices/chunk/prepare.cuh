@@ -96,6 +96,9 @@ template <int kSize>
 int square_offset(int row, int column) {
   return (row / 8 * (kSize / 8) + column / 8) * 128 + row % 8 * 16 + column % 8 * 2;
 }
+inline int image_offset(int row, int byte, int half_bytes) {
+  return byte / 128 * half_bytes + row * 128 + byte % 128;
+}
 inline Fragment4 load_matrices(const unsigned char*) { return {}; }
 inline Fragment4 load_matrices_transposed(const unsigned char*) { return {}; }
 inline void mma(float (&)[4], const Fragment4&, unsigned, unsigned) {}

@@ -16,8 +16,9 @@ struct ClusterBarrier {
 struct ClusterTransactionBarrier {
   using ValueType = unsigned long long;
   static void init(ValueType*, int) {}
-  // The bytes that the barrier is told of must be those of the copy after it.
+  // The bytes that the barrier is told of must be those of the copies after it.
   static void arrive_and_expect_tx(ValueType* barrier, unsigned bytes) {
+    if (device::expected.bytes != 0) device::fail("a barrier that expects more than comes");
     device::expected = {barrier, bytes};
   }
 };
