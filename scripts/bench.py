@@ -9,8 +9,8 @@ FLA is tuned for all cases by parallel processes before anything is timed (bench
 find stays in build/fla-tuning-<gpu>.
 
 A complete run on a GPU rewrites docs/data/bench_<gpu>.json, BENCHMARK_<GPU>.md, the chart and the
-table in README.md (unless --no-report). A case that fails is reported and the others still run; the
-exit status is then 1.
+tables in README.md, README.zh.md and docs/performance.md (unless --no-report). A case that fails is
+reported and the others still run; the exit status is then 1.
 """
 
 from __future__ import annotations

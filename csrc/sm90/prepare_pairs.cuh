@@ -7,7 +7,7 @@
 //
 //     [ aa  0  ]    aa and bb from each chunk's own K~, Q~ and K^;
 //     [ ba  bb ]    ba from K~ and Q~ of b relative to the pair's start, and K^ of a. What is lost
-//                   there to underflow is below 2^-18 of a product of unit vectors
+//                   there to underflow is below 2^-18 of a unit, channel by channel
 //
 // With G = K~ K^^T the blocks of Tm = (I + diag(b) G)^-1 diag(b) are the inverses of each chunk's
 // own system, by substitution in fp32, and Tm_ba = -Tm_bb G_ba Tm_aa.
@@ -79,7 +79,13 @@ class PairWarp {
     store_block<kPair, true>(scores, products.scores, first, first, lane_);
     meet();  // Tm_aa is complete, and K^ of a has been read
     if (chunk_ == 0) {
-      store_remaining(pieces, growing, whole);
+      // One after the other: the decay of both chunks alone may underflow.
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) growing[i][j] *= own[j];
+      }
+      store_remaining(pieces, growing, other);
       clear_above(inverse);
       clear_above(scores);
       store_block<kPair, false>(scores, below, kChunk, 0, lane_);
@@ -165,15 +171,14 @@ class PairWarp {
                               (lane_ & 7) * 16) = make_uint4(0, 0, 0, 0);
   }
 
-  __device__ __forceinline__ void store_middle(unsigned char* to, const float (&growing)[kChunk][4],
+  // `remaining`: K- of chunk a to its own end.
+  __device__ __forceinline__ void store_middle(unsigned char* to,
+                                               const float (&remaining)[kChunk][4],
                                                const float (&own)[4]) const {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
-      float remaining[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) remaining[j] = growing[i][j] * own[j];
       *reinterpret_cast<uint2*>(to + MiddleRecord::kKeyRemaining + 2 * kHeadDim * i + 8 * lane_) =
-          pack(remaining);
+          pack(remaining[i]);
     }
     *reinterpret_cast<float4*>(to + MiddleRecord::kDecay + 16 * lane_) =
         make_float4(own[0], own[1], own[2], own[3]);

@@ -248,6 +248,18 @@ def test_nan_reaches_no_earlier_step(rng: cases.Random, name: str) -> None:
             assert same_bits(changed[:, kept], out[:, kept]), f"{name} of token {at}"
 
 
+@pytest.mark.parametrize("tokens", range(17, 25))
+def test_state_behind_saturated_gates(rng: cases.Random, tokens: int) -> None:
+    """What a pair's first chunk leaves, though the decay of both chunks is less than any fp32."""
+    case = make_case(rng, "full_decay", tokens=tokens, heads=4)
+    beta = case.beta.clone()
+    beta[:, 16:] = -200  # the second chunk adds nothing
+    case = case.but(beta=beta)
+    out, state = forward(case)
+    assert cases.relative_error(state, cases.reference(case)[1]) <= cases.ORDINARY_BOUND
+    assert bool(torch.isfinite(out).all())
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, LARGEST])
 def test_sequences_do_not_depend_on_each_other(rng: cases.Random, value: float) -> None:
     case = make_case(rng, lengths=LENGTHS, before=2, after=3, heads=3)
