@@ -909,11 +909,6 @@ def test_walks_are_those_of_the_kernels(name: str) -> None:
     same_in_kernels(f"sm90/{name}.cuh", r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;")
 
 
-def test_rings_are_those_of_the_kernels() -> None:
-    """Which stage a record has is told beside the chain, which is replaced."""
-    same_in_kernels("chunk/chain.cuh", r"template <int kStages>\nstruct RingPosition \{.*?\n\};")
-
-
 def same_in_kernels(file: str, *parts: str) -> None:
     if not CSRC.is_dir():
         pytest.skip("needs the sources of the kernels")

@@ -3,22 +3,13 @@
 // surrounds it, V on its way in and the output on its way out.
 #pragma once
 
+#include "chunk/record_ring.cuh"
 #include "chunk/slice.cuh"
 #include "chunk/state_io.cuh"
 #include "chunk/warp_memory.cuh"
 #include "common/tile.cuh"
 
 namespace flash_kda {
-
-// Walks a ring of stages: which one a record uses, and the parity of its barriers' phase.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
 
 // A computing warp with 16 * kTiles rows of V. It lives through all sequences that its CTA works
 // on: begin(), run() up to each place where the state is wanted, finish().

@@ -1,9 +1,20 @@
-// How a chain's warps read the records that stand in the stages of a kernel's shared memory.
+// How a chain's warps find and read the records that stand in the stages of a kernel's shared
+// memory.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
 
 namespace flash_kda {
+
+// Walks a ring of stages: which one a record uses, and the parity of its barriers' phase.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
 
 // What Chain asks of a ring, but for release(): who is told that a stage may be filled again
 // differs. `Smem` has stages of records, and an mbarrier for each that says whether its record is

@@ -1,6 +1,7 @@
 // Stands in for a chain and for what moves states: records what it is asked for.
 #pragma once
 
+#include "chunk/record_ring.cuh"
 #include "chunk/slice.cuh"
 #include "chunk/warp_memory.cuh"
 
@@ -32,16 +33,6 @@ inline void store_state(const State&, const StateAddress& to, int) {
   device::threads.record(
       {device::kStore, device::address(to.base), to.dtype, to.vectorised ? 1 : 0});
 }
-
-// As in csrc.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
 
 template <class Ring, class Step, class Memory>
 class Chain {
