@@ -15,9 +15,8 @@ constexpr int kPrepareSmemBytes = kPrepareWarps * ChunkRecord::kBytes;
 
 // A recurrence kernel: `warps` computing warps of `tiles` x 16 rows of V each, `stages` records of
 // `record_tokens` in flight, and `helper_warps`, the first of which copies records in. Two tiles
-// need more registers a thread than two CTAs of equal threads leave, and wgmma more than three
-// equal warps on a scheduler: then the helpers are a warpgroup that gives up its own. V of `values`
-// records is fetched ahead.
+// need more registers a thread than two CTAs of equal threads leave: then the helpers are a
+// warpgroup that gives up its own. V of `values` records is fetched ahead.
 struct RecurrenceShape {
   int warps, tiles, stages, helper_warps;
   int record_tokens = kChunk, values = 4, stage_alignment = 128;

@@ -112,7 +112,6 @@ class Checkpoints {
  public:
   static constexpr int kNone = 0x7fffffff;
 
-  Checkpoints() = default;
   __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
       : begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
         length_(tokens.length) {
@@ -120,6 +119,7 @@ class Checkpoints {
     known_end_ = next_;
     find(p, lane);
   }
+
   // The checkpoint to come, and how many of the sequence's tokens lie before it; kNone: there is
   // none.
   __device__ __forceinline__ int next() const { return next_; }

@@ -16,7 +16,7 @@ struct Module {
   CUfunction schedule;
   CUfunction prepare;
   CUfunction prepare_pairs, affine, combine;  // null but on compute capability 9.0
-  CUfunction chain[kPathCount];               // the recurrence or the fused kernel of each path
+  CUfunction chain[kPathCount];               // the kernel with the outputs of each path
 };
 
 // Never freed: kernels may still be running when the process ends.
