@@ -3,11 +3,14 @@
 For compute-sanitizer, under which larger ones take too long:
 
     compute-sanitizer --tool memcheck python scripts/small_calls.py [PATH ...]
+    compute-sanitizer --tool initcheck python scripts/small_calls.py --lengths 4000,7 portable_v64
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,17 +22,18 @@ sys.path[1:1] = [str(ROOT / "tests")]
 import cases  # noqa: E402
 import paths  # noqa: E402
 
-PACKED = (40, 0, 1, 33, 76)
-CUT = (4700, 7)
+PACKED = (40, 0, 1, 33, 250)
+"""The last has more chunks than any kernel's ring of stages, so that stages are filled again."""
+CUT = (4000, 7)
 """Enough tokens a sequence for `segments` to cut each in three, on any Hopper card."""
 
 
-def check(name: str | None, device: torch.device) -> None:
+def check(name: str | None, lengths: Sequence[int], device: torch.device) -> None:
     """Call on a path, or on the chosen one; AssertionError if it is not accurate."""
     case = cases.make_case(
         cases.Random(str(name), device),
         heads=2,
-        lengths=CUT if name == "segments" else PACKED,
+        lengths=lengths,
         initial_state=torch.float32,
     )
     with paths.forced(name):
@@ -39,16 +43,27 @@ def check(name: str | None, device: torch.device) -> None:
     cases.assert_accurate(host, out.cpu(), state.cpu())
 
 
-def main(names: list[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="default: all that the GPU has")
+    parser.add_argument(
+        "--lengths", help="of the packed sequences, comma-separated, instead of each path's own"
+    )
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("small_calls.py: there is no GPU", file=sys.stderr)
         return 2
     device = torch.device("cuda")
-    for name in names or paths.kernel_paths(device):
-        check(name, device)
+    for name in arguments.paths or paths.kernel_paths(device):
+        lengths = CUT if name == "segments" else PACKED
+        if arguments.lengths:
+            lengths = tuple(map(int, arguments.lengths.split(",")))
+        check(name, lengths, device)
         print(f"{name}: well", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -142,7 +142,7 @@ def test_no_part_is_well_without_a_gpu(made: gpu_checks.Part, tmp_path: Path) ->
 
 
 def test_small_calls_on_the_cpu() -> None:
-    small_calls.check(None, torch.device("cpu"))
+    small_calls.check(None, small_calls.PACKED, torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
