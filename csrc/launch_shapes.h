@@ -87,7 +87,7 @@ struct FusedShape {
 };
 
 constexpr int kRowsOfWarp = 16;
-constexpr FusedShape kFused{2, 4, 4, 2, 12, 160};
+constexpr FusedShape kFused{2, 4, 4, 2, 14, 176};
 
 constexpr int kCombineRows = 16;  // of V, a CTA
 constexpr int kCombineThreads = 4 * kHeadDim;

@@ -72,6 +72,16 @@ struct MiddleRecord {
 // place.
 enum Carried : int { kCarriedState, kCarriedMap, kCarried };
 
+// What a cluster of `fused` works on where there are more chains than clusters: so many, backwards
+// from one on. Chain n is head n % H of sequence n / H.
+struct alignas(16) Share {
+  static constexpr int kWhole = 0x7fffffff;
+  int first_job, pieces;
+  int first_end;   // chunks of the first one that are this cluster's
+  int last_begin;  // chunks of the last one that are the cluster's before
+};
+constexpr int kStateWarps = 8;  // of a cluster, whose rows together are a state
+
 struct ForwardParams {
   const void* q;
   const void* k;
@@ -94,7 +104,10 @@ struct ForwardParams {
   int* sequence_order;  // [N] sequences, longest first
   unsigned char* records;  // [records][H] of record_tokens each
   unsigned char* middles;  // [records][H] MiddleRecord, of pairs and only if there are checkpoints
-  float* carried;          // [N][H][segments - 1][kCarried][V][K]: the sm90 family's segments
+  Share* shares;           // [clusters] of `fused`, if there are more chains; then also
+  int* handed_on;  // [clusters][kStateWarps] whether a warp's rows of a state are in carried
+  int* next_turn;  // [1] which share the cluster that begins next has
+  float* carried;  // [N][H][segments - 1][kCarried][V][K], of `fused` [clusters][V][K]
 
   TokenStrides q_stride, k_stride, v_stride, g_stride, out_stride, beta_stride;
   StateStrides initial_stride, final_stride, checkpoint_stride;
@@ -108,7 +121,8 @@ struct ForwardParams {
   int record_tokens;         // kChunk or kPair
   int records_per_sequence;  // without cu_seqlens
   int segments;              // parts that every sequence is cut into; 1: not cut
-  int job_segments;          // of them, those that this launch of the sm90 family works on
+  int job_segments;          // of them, those that this launch of `segments` works on
+  int clusters;              // of `fused`
   long long jobs;            // sequences x job_segments x H
   int checkpoints;           // C
   int beta_dtype, a_log_dtype, dt_bias_dtype, initial_dtype, final_dtype, cu_seqlens_dtype;

@@ -14,7 +14,8 @@ namespace flash_kda {
 // A computing warp with 16 * kTiles rows of V. It lives through all sequences that its CTA works
 // on: begin(), run() up to each place where the state is wanted, finish().
 //
-// `Ring` is where records come from, kStages of them at once: record(stage), wait(stage, parity),
+// `Ring` is where records come from, kStages of them at once: record(stage) or, where the step has
+// kByAddress, record_address(stage) in shared memory, wait(stage, parity),
 // landed(stage, parity) without waiting, and release(stage), called by one lane once this warp has
 // read the record. `Step` says how many tiles, how many tokens a record is for, and whether there
 // are outputs, without which the chain only carries the state on. `Memory` is a ChainWarpMemory.
@@ -64,15 +65,25 @@ class Chain {
       const auto value = [&](float (&x)[kTiles][kTokens / 8][4]) { next_value(x); };
       const auto acquire = [&] {
         if (!landed_) ring_.wait(position_.stage, position_.parity);
-        release_last_stage();
-        return ring_.record(position_.stage);
+        if constexpr (Step::kByAddress) {
+          return ring_.record_address(position_.stage);
+        } else {
+          return ring_.record(position_.stage);
+        }
+      };
+      const auto release = [&] {
+        if constexpr (Step::kReleasesItsOwn) {
+          release_stage(position_.stage);
+        } else if (has_stage_) {
+          release_stage(position_.stage == 0 ? Ring::kStages - 1 : position_.stage - 1);
+        }
       };
       // What the step does not need passes while it waits.
       const auto overlap = [&] {
         if constexpr (kOutputs) write_output();
         fetch_value(last_value());
       };
-      step_.advance(s, o, acquire, value, overlap);
+      step_.advance(s, o, acquire, release, value, overlap);
       __syncwarp();  // all lanes have read V
       has_stage_ = true;
       position_.advance();
@@ -146,15 +157,10 @@ class Chain {
     }
   }
 
-  // Lets the stage of the step before be refilled. Not at that step's end: the arrival could then
-  // overtake loads of which only the addresses have left the warp, and the refill overwrite what
-  // they are still to read. By now the products that use them have been issued, so they have
-  // returned.
-  __device__ __forceinline__ void release_last_stage() {
+  // Lets a stage be refilled.
+  __device__ __forceinline__ void release_stage(int stage) const {
     __syncwarp();
-    if (lane_ == 0 && has_stage_) {
-      ring_.release(position_.stage == 0 ? Ring::kStages - 1 : position_.stage - 1);
-    }
+    ring_.release(stage, lane_ == 0);
   }
 
   // O^T, scaled.

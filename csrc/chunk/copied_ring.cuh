@@ -34,8 +34,9 @@ struct RecurrenceSmem {
 
 template <const RecurrenceShape& kShape>
 struct CopiedRing : RecordReader<RecurrenceSmem<kShape>, kShape.stages> {
-  __device__ __forceinline__ void release(int stage) const {
-    EmptyBarrier::arrive(&this->smem.empty[stage]);
+  using RecordReader<RecurrenceSmem<kShape>, kShape.stages>::RecordReader;
+  __device__ __forceinline__ void release(int stage, bool arrives) const {
+    arrive_if(&this->smem.empty[stage], arrives);
   }
 };
 

@@ -4,6 +4,8 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <cute/arch/util.hpp>
+
 namespace flash_kda {
 
 // Walks a ring of stages: which one a record uses, and the parity of its barriers' phase.
@@ -23,7 +25,17 @@ template <class Smem, int kStageCount>
 struct RecordReader {
   static constexpr int kStages = kStageCount;
   Smem& smem;
+  // Of the first stage, in shared memory. From one lane: so the compiler knows that it is the same
+  // in all, and keeps it. In a cluster it would ask for the CTA's rank again before each step.
+  const unsigned first_address;
 
+  __device__ __forceinline__ RecordReader(Smem& smem)
+      : smem(smem),
+        first_address(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(smem.stage), 0)) {}
+
+  __device__ __forceinline__ unsigned record_address(int stage) const {
+    return first_address + stage * static_cast<unsigned>(sizeof smem.stage[0]);
+  }
   __device__ __forceinline__ const unsigned char* record(int stage) const {
     return smem.stage[stage].record;
   }

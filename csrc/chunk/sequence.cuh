@@ -8,13 +8,12 @@ namespace flash_kda {
 
 // Where a chain takes several chunks a step, `store_between(s, step, checkpoint)` leaves the state
 // after the first chunk of the step to come.
-template <class Chain, class StoreBetween>
+template <class Chain, class Slice, class StoreBetween>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
-                                             const ChainSlice& slice, int first_row, int lane,
+                                             const Slice& slice, int first_row, int lane,
                                              StoreBetween store_between) {
   typename Chain::State s;
   const int length = slice.range.tokens.length;
-  const StateAddress final = slice.final(p, first_row);
   chain.begin(slice, first_row, true);
   load_state(s, slice.initial(p, first_row), lane);
   Checkpoints checkpoints(p, slice.range.tokens, lane);
@@ -36,12 +35,13 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
     checkpoints.advance(p, lane);
   }
   chain.finish();
-  store_state(s, final, lane);
+  // Found only now: there are no registers to keep it in.
+  store_state(s, slice.final(p, first_row), lane);
 }
 
-template <class Chain>
+template <class Chain, class Slice>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
-                                             const ChainSlice& slice, int first_row, int lane) {
+                                             const Slice& slice, int first_row, int lane) {
   static_assert(Chain::kTokens == kChunk, "there is nothing between chunks");
   run_sequence(p, chain, slice, first_row, lane, [](auto&, int, const StateAddress&) {});
 }

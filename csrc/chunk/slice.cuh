@@ -141,13 +141,16 @@ class Checkpoints {
     for (; next_ < p.checkpoints; ++next_) {
       if (next_ >= known_end_) {
         known_end_ = next_ + 32;
-        known_ = next_ + lane < p.checkpoints ? offset(p, next_ + lane) : 0;
+        const long long tokens =
+            next_ + lane < p.checkpoints ? offset(p, next_ + lane) - begin_ : 0;
+        // Far outside it does not matter where.
+        known_ = static_cast<int>(min(max(tokens, -1ll), static_cast<long long>(kNone)));
       }
-      const long long tokens = __shfl_sync(0xffffffffu, known_, next_ - known_end_ + 32) - begin_;
+      const int tokens = __shfl_sync(0xffffffffu, known_, next_ - known_end_ + 32);
       if (tokens > length_) return;
       if (tokens < last) continue;  // not ascending: that state has passed
       if (tokens % kChunk == 0 || tokens == length_) {
-        tokens_ = static_cast<int>(tokens);
+        tokens_ = tokens;
         return;
       }
     }
@@ -156,7 +159,7 @@ class Checkpoints {
   long long begin_;
   int length_;
   int next_ = 0, tokens_ = 1;
-  long long known_;  // offset known_end_ - 32 + lane
+  int known_;  // tokens before offset known_end_ - 32 + lane
   int known_end_ = 0;
 };
 

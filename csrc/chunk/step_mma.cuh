@@ -21,6 +21,7 @@ class MmaStep {
   static constexpr int kTiles = kTilesOfWarp;
   static constexpr int kTokens = kChunk;
   static constexpr bool kOutputs = true;
+  static constexpr bool kByAddress = false, kReleasesItsOwn = false;
 
   __device__ __forceinline__ explicit MmaStep(int lane) {
     const int row = (lane & 7) + (lane >> 4) * 8, half = (lane >> 3) & 1;
@@ -40,14 +41,18 @@ class MmaStep {
   // One chunk: s becomes the state after it, o (zero on entry) the unscaled O^T. x is V^T, which
   // value(x) reads, minus S^T K~^T, for which the record holds -K~. The chain is x -> u -> s; what
   // else there is to multiply is placed where the chain has to wait, and so is overlap(). acquire()
-  // waits for the record.
-  template <class Acquire, class Value, class Overlap>
+  // waits for the record. release() lets go of the one before, and not of this one at the end: it
+  // could then overtake loads of which only the addresses have left the warp, and the refill
+  // overwrite what they are still to read. A step later the products that use them have been
+  // issued, so they have returned.
+  template <class Acquire, class Release, class Value, class Overlap>
   __device__ __forceinline__ void advance(float (&s)[kTiles][kStateTiles][4],
-                                          float (&o)[kTiles][2][4], Acquire acquire, Value value,
-                                          Overlap overlap) const {
+                                          float (&o)[kTiles][2][4], Acquire acquire,
+                                          Release release, Value value, Overlap overlap) const {
     float v[kTiles][2][4];
     value(v);
     const unsigned char* const record = acquire();
+    release();
     float x[kTiles][kPartialSums][2][4];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

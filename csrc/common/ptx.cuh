@@ -71,6 +71,18 @@ __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Without a branch, behind which the compiler would not take a warp's lanes to be together.
+__device__ __forceinline__ void arrive_if(cute::uint64_t* barrier, bool arrives) {
+  asm volatile(
+      "{\n"
+      ".reg .pred arrives;\n"
+      "setp.ne.u32 arrives, %1, 0;\n"
+      "@arrives mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}" ::"r"(cute::cast_smem_ptr_to_uint(barrier)),
+      "r"(static_cast<unsigned>(arrives))
+      : "memory");
+}
+
 // Orders this thread's generic-proxy shared-memory writes before later async-proxy reads of them.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -110,6 +122,24 @@ __device__ __forceinline__ void copy_async_commit() {
 template <int kGroups>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// A flag in global memory: what this thread has seen written before it raises the flag, those see
+// who have found it raised. Without a branch, as above.
+__device__ __forceinline__ void raise_flag(int* flag, bool raises) {
+  asm volatile(
+      "{\n"
+      ".reg .pred raises;\n"
+      "setp.ne.u32 raises, %1, 0;\n"
+      "@raises st.release.gpu.global.s32 [%0], 1;\n"
+      "}" ::"l"(flag),
+      "r"(static_cast<unsigned>(raises))
+      : "memory");
+}
+__device__ __forceinline__ bool flag_raised(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value != 0;
 }
 
 // Programmatic dependent launch: wait until the launches before this one have completed and their

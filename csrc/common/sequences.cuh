@@ -62,14 +62,17 @@ struct SequenceRange {
   int first_record;
 };
 
-// The rank-th sequence in launch order (longest first when packed).
-__device__ __forceinline__ SequenceRange ranked_sequence(const ForwardParams& p, int rank) {
+__device__ __forceinline__ SequenceRange sequence_range(const ForwardParams& p, int sequence) {
   if (p.cu_seqlens == nullptr) {
-    return {rank, {rank, 0, p.tokens}, rank * p.records_per_sequence};
+    return {sequence, {sequence, 0, p.tokens}, sequence * p.records_per_sequence};
   }
-  const int sequence = p.sequence_order[rank];
   const int begin = p.sequence_start[sequence];
   return {sequence, {0, begin, p.sequence_start[sequence + 1] - begin}, p.record_begin[sequence]};
+}
+
+// The rank-th sequence in launch order (longest first when packed).
+__device__ __forceinline__ SequenceRange ranked_sequence(const ForwardParams& p, int rank) {
+  return sequence_range(p, p.cu_seqlens == nullptr ? rank : p.sequence_order[rank]);
 }
 
 }  // namespace flash_kda

@@ -48,7 +48,13 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.sequence_order = schedule + 2 * (a.sequences + 1);
   p.records = address<unsigned char*>(a.workspace + plan.schedule_bytes);
   p.middles = p.records + plan.record_bytes;
-  p.carried = reinterpret_cast<float*>(p.middles + plan.middle_bytes);
+  p.carried = reinterpret_cast<float*>(p.middles + plan.middle_bytes + plan.share_bytes);
+  p.clusters = static_cast<int>(plan.chain_ctas / kFused.cluster);
+  if (plan.share_bytes > 0) {
+    p.shares = address<Share*>(a.workspace + plan.schedule_bytes);
+    p.handed_on = reinterpret_cast<int*>(p.shares + p.clusters);
+    p.next_turn = p.handed_on + p.clusters * kStateWarps;
+  }
 
   p.q_stride = token_strides(a.q_stride);
   p.k_stride = token_strides(a.k_stride);
@@ -225,7 +231,7 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   ForwardParams params = make_params(args, plan);
   const CurrentContext current(module.context);
   Launcher launch(address<CUstream>(args.stream), params);
-  if (args.cu_seqlens != 0) {
+  if (args.cu_seqlens != 0 || params.shares != nullptr) {
     launch(module.schedule, 1, kScheduleThreads, 0, "launching flash_kda_schedule");
   }
   if (is_portable(plan.path)) {

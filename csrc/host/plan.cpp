@@ -26,7 +26,7 @@ int64_t records_of(const Problem& problem, int64_t tokens) {
 constexpr int64_t kSegmentsThatPay = 3;     // fewer save too little of the second walk
 constexpr int64_t kChunksThatPay = 256;     // of a sequence; from here on two pay, too
 constexpr int64_t kChunksThatPrepare = 24;  // from here on few heads gain by preparing beforehand
-constexpr int64_t kChunksThatRepay = 16;  // below, a cluster is kept from its next chain by states
+constexpr int64_t kChunksThatRepay = 8;  // below, a cluster is kept from its next chain by states
 
 // What every further segment carries takes no more than 137 bytes a token and head.
 constexpr int64_t kChunksOfSegment = 60;
@@ -59,21 +59,25 @@ Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu&
   // Cutting sequences triples the chain's arithmetic: each segment is walked twice, the first time
   // with twice the rows. In exchange all are walked at once.
   if (segments_pay(segment_count(chains, chunks, gpu.sm_count), chunks)) return kPathSegments;
-  const int64_t clusters = std::max(1, gpu.sm_count / kFused.cluster);
-  if (chains <= clusters) {
-    return portable == kPortableV32 && chunks >= kChunksThatPrepare ? portable : kPathFused;
-  }
-  // Several rounds of chains: not if the last one leaves much of the card idle.
-  const int64_t rounds = ceil_div(chains, clusters);
-  const bool fills = 10 * chains >= 9 * rounds * clusters;
+  if (portable == kPortableV32 && chunks >= kChunksThatPrepare) return portable;
   // One-token sequences would fill the workspace with the padding of their chunks.
-  return mostly_padding || (fills && chunks >= kChunksThatRepay) ? kPathFused : portable;
+  const bool shared = chains > clusters_of(gpu.sm_count);
+  return shared && !mostly_padding && chunks < kChunksThatRepay ? portable : kPathFused;
 }
 
-// Chains are dealt out to as many clusters as the card has room for at once.
-int64_t fused_ctas(int64_t chains, int32_t sm_count) {
-  const int64_t clusters = std::max(1, sm_count / kFused.cluster);
-  return std::min(chains, clusters) * kFused.cluster;
+// As many as the card has room for at once. No GPU of compute capability 9.0 has more.
+constexpr int32_t kMostClusters = 72;
+int64_t clusters_of(int32_t sm_count) {
+  return std::clamp(sm_count / kFused.cluster, 1, kMostClusters);
+}
+
+// What clusters need that share chains: shares, flags and the next turn, and a state of each.
+int64_t share_bytes(int64_t clusters) {
+  const int64_t of_cluster = sizeof(Share) + 4 * kStateWarps;
+  return ceil_div(clusters * of_cluster + 4, kAlignment) * kAlignment;
+}
+int64_t sharing_bytes(int64_t clusters) {
+  return share_bytes(clusters) + clusters * kHeadDim * kHeadDim * 4;
 }
 
 void check_sizes(const Problem& problem) {
@@ -139,8 +143,13 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   plan.segments = 1;
   plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
   if (plan.path == kPathFused) {
+    const int64_t clusters = clusters_of(gpu.sm_count);
     plan.workspace_bytes = plan.schedule_bytes;
-    plan.chain_ctas = fused_ctas(chains, gpu.sm_count);
+    plan.chain_ctas = std::min(chains, clusters) * kFused.cluster;
+    if (chains > clusters) {
+      plan.share_bytes = share_bytes(clusters);
+      plan.workspace_bytes += sharing_bytes(clusters);
+    }
     return plan;
   }
   if (is_portable(plan.path)) {
@@ -170,9 +179,13 @@ int64_t largest_workspace(const Problem& problem) {
   const int64_t chunks = records_of(problem, kChunk) * problem.heads;
   // Wherever sequences are cut, they are so many times at most.
   const int64_t cuts = chunks / kChunksOfSegment;
-  return std::max(portable.workspace_bytes,
-                  portable.schedule_bytes + cuts * kCarriedBytes +
-                      pairs * (PairRecord::kBytes + MiddleRecord::kBytes));
+  // Chains are shared out if there are more of them than clusters.
+  const int64_t clusters =
+      std::clamp<int64_t>(problem.sequences * problem.heads - 1, 0, kMostClusters);
+  return std::max({portable.workspace_bytes,
+                   portable.schedule_bytes + cuts * kCarriedBytes +
+                       pairs * (PairRecord::kBytes + MiddleRecord::kBytes),
+                   portable.schedule_bytes + sharing_bytes(clusters)});
 }
 
 }  // namespace flash_kda::host

@@ -39,7 +39,8 @@ struct Plan {
   Path path;
   int64_t schedule_bytes;              // the integer arrays at the start of the workspace
   int64_t record_bytes, middle_bytes;  // the records after them
-  int64_t workspace_bytes;             // both, and what segments carry
+  int64_t share_bytes;                 // or how clusters share chains; 0: each chain has its own
+  int64_t workspace_bytes;             // all that, and the states that segments or clusters pass on
   int64_t prepare_ctas;                // 0: nothing to prepare
   int64_t segments;                    // parts that every sequence is cut into
   int64_t affine_ctas, combine_ctas;   // 0: not cut

@@ -1,10 +1,12 @@
 // Reads cu_seqlens once, on the device, and leaves what the other kernels need: starts that are
-// safe to use whatever cu_seqlens holds, the number of records before each sequence, and an order
-// that starts the longest sequences first. One CTA; no host ever reads cu_seqlens.
+// safe to use whatever cu_seqlens holds, the number of records before each sequence, an order that
+// starts the longest sequences first. Then the shares of `fused`'s clusters, if they share chains,
+// for packed batches and others. One CTA; no host ever reads cu_seqlens.
 #pragma once
 
 #include "common/ptx.cuh"
 #include "common/sequences.cuh"
+#include "common/shares.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda::portable {
@@ -58,18 +60,33 @@ __device__ __forceinline__ int read_boundary(const ForwardParams& p, int n) {
   return static_cast<int>(min(max(raw, 0ll), static_cast<long long>(p.tokens)));
 }
 
+__device__ __forceinline__ void share_out(const ForwardParams& p, int longest) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const Shares shares(p, longest);
+  for (int turn = warp; turn < p.clusters; turn += kScheduleWarps) {
+    const Share share = shares.of(turn, lane);
+    if (lane == 0) p.shares[turn] = share;
+    if (lane < kStateWarps) p.handed_on[turn * kStateWarps + lane] = 0;
+  }
+  if (threadIdx.x == 0) *p.next_turn = 0;
+}
+
 __device__ void schedule(const ForwardParams& p) {
   static_assert(kScheduleWarps == 32, "block_scan reads one total a lane");
   __shared__ int totals[kScheduleWarps];
   __shared__ int class_offset[kLengthClasses];
   const int tid = threadIdx.x;
   allow_next_launch();
+  if (p.cu_seqlens == nullptr) {
+    share_out(p, p.records_per_sequence);
+    return;
+  }
   if (tid < kLengthClasses) class_offset[tid] = 0;
 
   // The running maximum of the boundaries is what makes any cu_seqlens safe: starts never decrease,
   // so all records together are at most T / record_tokens + N, which is what the workspace holds.
   int reached = read_boundary(p, 0);
-  int records = 0;
+  int records = 0, longest = 0;
   if (tid == 0) {
     p.sequence_start[0] = reached;
     p.record_begin[0] = 0;
@@ -82,13 +99,16 @@ __device__ void schedule(const ForwardParams& p) {
     if (present) p.sequence_start[n + 1] = end;
     __syncthreads();
     const int length = present ? end - p.sequence_start[n] : 0;
-    const int end_record = block_scan(records_of(length, p.record_tokens), records, totals, Sum{});
+    const int own_records = records_of(length, p.record_tokens);
+    const int end_record = block_scan(own_records, records, totals, Sum{});
+    if (p.shares != nullptr) block_scan(own_records, longest, totals, Max{});
     if (present) {
       p.record_begin[n + 1] = end_record;
       atomicAdd(&class_offset[length_class(length)], 1);
     }
   }
   __syncthreads();
+  if (p.shares != nullptr) share_out(p, longest);
 
   // Counts -> first position of each class; kLengthClasses / 32 classes a lane of one warp.
   if (tid < 32) {

@@ -16,44 +16,90 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// Calls compute(cta, warp, lane) in the computing warps. Every chain warp must go through every
-// chunk of every job.
+// The cluster's turn, which its first CTA has taken.
+template <const FusedShape& kShape>
+__device__ __forceinline__ int turn_of_cluster(const ForwardParams& p,
+                                               const FusedSmem<kShape>& smem) {
+  if (p.shares == nullptr) return blockIdx.x / kShape.cluster;
+  int turn;
+  asm volatile(
+      "{\n"
+      ".reg .b32 from;\n"
+      "mapa.shared::cluster.u32 from, %1, 0;\n"
+      "ld.shared::cluster.s32 %0, [from];\n"
+      "}"
+      : "=r"(turn)
+      : "r"(cute::cast_smem_ptr_to_uint(&smem.turn))
+      : "memory");
+  return __shfl_sync(kWarpMask, turn, 0);
+}
+
+// Calls compute(turn, cta, warp, lane) in the computing warps. Every chain warp must go through
+// every chunk of every piece.
 template <const FusedShape& kShape, class Compute>
 __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<kShape>& smem,
                                              Compute compute) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int cta = blockIdx.x % kShape.cluster;
-  if (threadIdx.x == 0) smem.init();
+  if (threadIdx.x == 0) {
+    smem.init();
+    if (p.shares != nullptr && cta == 0) {
+      wait_for_previous_launch();
+      smem.turn = atomicAdd(p.next_turn, 1);
+    }
+  }
   cluster_sync();
+  const int turn = turn_of_cluster<kShape>(p, smem);
   constexpr int kFirstRows = kShape.warps + kShape.solvers;
   // Records depend on the call's tensors and, in a packed batch, on the schedule alone.
-  if (warp < kShape.warps || p.cu_seqlens != nullptr) wait_for_previous_launch();
+  if (warp < kShape.warps || p.cu_seqlens != nullptr || p.shares != nullptr)
+    wait_for_previous_launch();
   if (warp < kShape.warps) {
     cutlass::arch::warpgroup_reg_alloc<kShape.chain_registers>();
-    compute(cta, warp, lane);
+    compute(turn, cta, warp, lane);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kShape.other_registers()>();
     if (warp < kFirstRows) {
-      SolverWarp<kShape>(p, smem, cta, warp - kShape.warps, lane).run();
+      SolverWarp<kShape>(p, smem, turn, cta, warp - kShape.warps, lane).run();
     } else {
       const int member = warp - kFirstRows;
-      RowsWarp<kShape>(p, smem, cta, member / kGroupWarps, member % kGroupWarps, lane).run();
+      RowsWarp<kShape>(p, smem, turn, cta, member / kGroupWarps, member % kGroupWarps, lane).run();
     }
   }
   // The others may still write here or wait for arrivals.
   cluster_sync();
 }
 
+// What was left of the first piece may be read: nobody but those who wait for it asks whether it is
+// to be. Called before the second piece and not behind the first: there the compiler would take
+// nothing of the loop to be the same in all lanes any more, and a step costs it 80 instructions
+// more.
+__device__ __forceinline__ void hand_on(const ForwardParams& p, int flag, int lane) {
+  __syncwarp();  // all lanes have left their rows
+  raise_flag(&p.handed_on[flag], lane == 0);
+}
+
 template <const FusedShape& kShape>
 __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>& smem) {
-  with_records<kShape>(p, smem, [&](int cta, int warp, int lane) {
+  with_records<kShape>(p, smem, [&](int turn, int cta, int warp, int lane) {
     Chain<RecordRing<kShape>, WgmmaStep<kChunk, true>, FusedWarpMemory> chain(p, {smem},
                                                                               smem.warp[warp]);
     const int first_row = cta * kShape.slice_rows() + kRowsOfWarp * warp;
-    Jobs<kShape.cluster> jobs(p);
-    ChainSlice slice;
+    static_assert(kShape.cluster * kShape.warps == kStateWarps);
+    const int state_warp = kShape.warps * cta + warp;
+    const int flag_of_turn = turn * kStateWarps + state_warp;
+    Jobs jobs(p, turn);
+    Piece piece;
 #pragma unroll 1
-    while (jobs.next(slice)) run_sequence(p, chain, slice, first_row, lane);
+    while (jobs.next(piece)) {
+      if (jobs.done() == 2) hand_on(p, flag_of_turn, lane);
+      if (piece.is_taken()) {
+        const int* const flag = &p.handed_on[piece.taken_from * kStateWarps + state_warp];
+        while (!__all_sync(kWarpMask, flag_raised(flag))) __nanosleep(100);
+      }
+      run_sequence(p, chain, piece, first_row, lane);
+    }
+    if (p.shares != nullptr) hand_on(p, flag_of_turn, lane);
   });
 }
 

@@ -21,12 +21,13 @@ struct GroupMemory {
 template <const FusedShape& kShape>
 struct FusedSmem {
   static_assert(kShape.stages % kShape.cluster == 0, "a stage has one owner");
-  // A barrier's parity tells a phase from the one before, not from the one before that. So whoever
-  // waits for the images of a chunk must know that those of the stage's chunk before are complete:
-  // the same group made them, and has made another of this solver's chunks since.
+  // A barrier's parity tells a phase from the one before, not from the one before that: whoever
+  // waits for a phase must know that the one before is complete. Of `empty` that follows from this
+  // warp's or group's own chunk before, whose stage was free: so what stood there a round earlier
+  // had been read, and with it, if there are enough stages, what stood two rounds earlier in this
+  // one. Of `images` and `full` it follows from `empty`, which is waited for first.
   static constexpr int kOwnStages = kShape.stages / kShape.cluster;
-  static_assert(kOwnStages % kShape.groups == 0 && kShape.solvers % kShape.groups == 0 &&
-                    kOwnStages >= kShape.solvers,
+  static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers,
                 "parities are unambiguous");
   struct alignas(1024) Stage {  // wgmma's swizzle counts from multiples of 1024
     unsigned char record[ChunkRecord::kBytes];
@@ -38,6 +39,7 @@ struct FusedSmem {
   Growing growing[kShape.solvers];  // K^, which only the products need: of each solver's chunk
   FusedWarpMemory warp[kShape.warps];
   GroupMemory group[kShape.groups];
+  int turn;  // of the cluster, in its first CTA
   // images: the four images of a chunk are complete; an arrival of each warp of a group.
   // full: the record is; one arrival, of the warp that solved it, or of the CTA that sent it.
   // empty: every computing warp of the cluster has read it; arrivals go to the stage's owner.
@@ -58,10 +60,17 @@ struct FusedSmem {
 
 template <const FusedShape& kShape>
 struct RecordRing : RecordReader<FusedSmem<kShape>, kShape.stages> {
+  using RecordReader<FusedSmem<kShape>, kShape.stages>::RecordReader;
+  // Until the chunk that stood in the stage a round earlier has been read.
+  __device__ __forceinline__ static void wait_until_free(FusedSmem<kShape>& smem, int stage,
+                                                         int round) {
+    if (round > 0) Barrier::wait(&smem.empty[stage], (round - 1) & 1);
+  }
+
   // No wider than the reads that came before it: these have returned. A release for the whole
   // cluster would also wait for the output's stores, a microsecond each chunk.
-  __device__ __forceinline__ void release(int stage) const {
-    Barrier::arrive(&this->smem.empty[stage], stage % kShape.cluster, 1);
+  __device__ __forceinline__ void release(int stage, bool arrives) const {
+    Barrier::arrive(&this->smem.empty[stage], stage % kShape.cluster, arrives);
   }
 };
 

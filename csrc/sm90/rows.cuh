@@ -19,11 +19,11 @@ namespace flash_kda::sm90 {
 template <const FusedShape& kShape>
 class RowsWarp {
  public:
-  __device__ __forceinline__ RowsWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
-                                      int group, int warp, int lane)
+  __device__ __forceinline__ RowsWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int turn,
+                                      int cta, int group, int warp, int lane)
       : p_(p),
         smem_(smem),
-        walk_(p, cta + kShape.cluster * group),
+        walk_(p, turn, cta + kShape.cluster * group),
         group_(group),
         warp_(warp),
         lane_(lane) {}
@@ -107,8 +107,7 @@ class RowsWarp {
     return round == 0 || Barrier::test_wait(&smem_.empty[walk_.stage()], (round - 1) & 1, 1);
   }
   __device__ __forceinline__ void wait_until_free() const {
-    const int round = walk_.round();
-    if (round > 0) Barrier::wait(&smem_.empty[walk_.stage()], (round - 1) & 1);
+    RecordRing<kShape>::wait_until_free(smem_, walk_.stage(), walk_.round());
   }
 
   // Until the solver is done with its chunk before this one, and with that one's K^.
@@ -188,13 +187,23 @@ class RowsWarp {
     float sum[2][2] = {};  // of the first four tokens in this lane's order, and of the others
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      // Rows past the end do not decay, whatever the gate of their zeros is.
-      const float bound = row_of(i) < length ? p_.log2_lower_bound : 0.0f;
       const unsigned g = pieces.load(ChunkRecord::kKeyRemaining, i);
+      sums[i][0] = gate_.openness(0, bf16_low(g));
+      sums[i][1] = gate_.openness(1, bf16_high(g));
+    }
+    if (length < kChunk) {
+      // Rows past the end do not decay, whatever the gate of their zeros is.
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (row_of(i) >= length) sums[i][0] = sums[i][1] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
       float (&part)[2] = sum[i / (kRows / 2)];
-      part[0] = fmaf(bound, gate_.openness(0, bf16_low(g)), part[0]);
-      part[1] = fmaf(bound, gate_.openness(1, bf16_high(g)), part[1]);
-      sums[i][0] = part[0], sums[i][1] = part[1];
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        sums[i][j] = part[j] = fmaf(p_.log2_lower_bound, sums[i][j], part[j]);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -271,7 +280,7 @@ class RowsWarp {
 
   const ForwardParams& p_;
   FusedSmem<kShape>& smem_;
-  ChunkWalk<kShape.cluster, kShape.cluster * kShape.groups, kShape.stages> walk_;
+  ChunkWalk<kShape.cluster * kShape.groups, kShape.stages> walk_;
   const int group_, warp_, lane_;
   int parity_ = 0;
   Gate<2> gate_;

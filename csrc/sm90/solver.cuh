@@ -12,11 +12,11 @@ namespace flash_kda::sm90 {
 template <const FusedShape& kShape>
 class SolverWarp {
  public:
-  __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int cta,
-                                        int solver, int lane)
+  __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int turn,
+                                        int cta, int solver, int lane)
       : p_(p),
         smem_(smem),
-        walk_(p, cta + kShape.cluster * solver),
+        walk_(p, turn, cta + kShape.cluster * solver),
         growing_(smem.growing[solver].image),
         cta_(cta),
         lane_(lane) {}
@@ -31,6 +31,7 @@ class SolverWarp {
       walk_.advance();
       more = walk_.find();
       if (more) raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
+      RecordRing<kShape>::wait_until_free(smem_, stage, round);
       Barrier::wait(&smem_.images[stage], round & 1);
       solve(smem_.stage[stage].record, b);
       hand_over(stage);
@@ -57,7 +58,7 @@ class SolverWarp {
 
   const ForwardParams& p_;
   FusedSmem<kShape>& smem_;
-  ChunkWalk<kShape.cluster, kShape.cluster * kShape.solvers, kShape.stages> walk_;
+  ChunkWalk<kShape.cluster * kShape.solvers, kShape.stages> walk_;
   const unsigned char* const growing_;
   const int cta_, lane_;
 };

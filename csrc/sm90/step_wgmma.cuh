@@ -71,15 +71,17 @@ class WgmmaStep {
   static constexpr int kTiles = 1;
   static constexpr int kTokens = kTokensOfRecord;
   static constexpr bool kOutputs = kWithOutputs;
+  static constexpr bool kByAddress = true;       // what acquire() returns
+  static constexpr bool kReleasesItsOwn = true;  // record, by release()
 
   __device__ __forceinline__ explicit WgmmaStep(int lane)
       : decay_(Layout::kDecay + 16 * (lane & 3)) {}
 
   // As MmaStep::advance(). All warps of the warpgroup call it together.
-  template <class Acquire, class Value, class Overlap>
+  template <class Acquire, class Release, class Value, class Overlap>
   __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4],
                                           float (&o)[1][kTokens / 8][4], Acquire acquire,
-                                          Value value, Overlap overlap) const {
+                                          Release release, Value value, Overlap overlap) const {
     using namespace cute;
     constexpr int kSums = kTokens / 2;  // a lane's of 16 rows and the tokens
     auto& s = reinterpret_cast<float (&)[4 * kStateTiles]>(state);
@@ -87,11 +89,15 @@ class WgmmaStep {
 #pragma unroll
     for (int i = 0; i < 2 * kStateTiles; ++i) a[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 
-    // -S K~ in the first half, S Q~ in the other.
+    // -S K~ in the first half, S Q~ in the other, to which P U is added. All of it takes part in
+    // the last product, too: the compiler then keeps it out of the state's registers, and need not
+    // move those back and forth.
     float xo[kOutputs ? 2 * kSums : kSums];
-    const unsigned char* const record = acquire();
-    // Without the CTA's rank, which stands above the offset in a cluster's addresses.
-    const unsigned long long base = cast_smem_ptr_to_uint(record) >> 4 & 0x3fff;
+    const unsigned record = acquire();
+    // Without the CTA's rank, which stands above the offset in a cluster's addresses. Descriptors
+    // have to be the same in all lanes, and where the compiler does not know that they are it moves
+    // each word of each by itself. So this comes from one lane.
+    const unsigned long long base = __shfl_sync(0xffffffffu, record >> 4 & 0x3fff, 0);
     // Rows of 8 tokens are 1024 bytes apart; 16 channels are 32 bytes of a row.
     const unsigned long long decayed =
         base + (Layout::kKeyDecayed >> 4) | operand_layout(kSwizzle128, 16, 1024);
@@ -108,13 +114,7 @@ class WgmmaStep {
     // V is added afterwards: read before, it would hold the first product up.
     float v[1][kTokens / 8][4];
     value(v);
-#pragma unroll
-    for (int n = 0; n < kStateTiles / 2; ++n) {
-      const float4 decay = load_after_products(record + decay_ + 64 * n);
-      float* const d = s + 8 * n;
-      d[0] *= decay.x, d[1] *= decay.y, d[2] *= decay.x, d[3] *= decay.y;
-      d[4] *= decay.z, d[5] *= decay.w, d[6] *= decay.z, d[7] *= decay.w;
-    }
+    decay_half(s, 0, record);
     warpgroup_wait<0>();
     fence_registers(xo);
 
@@ -132,15 +132,14 @@ class WgmmaStep {
     multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square, 256,
                             gmma::ScaleOut::Zero);
     warpgroup_commit_batch();
+    decay_half(s, 1, record);
     warpgroup_wait<0>();
     fence_registers(update);
 
 #pragma unroll
     for (int i = 0; i < kSums / 2; ++i) u[i] = pack_bf16(update[2 * i], update[2 * i + 1]);
-    // Its own sum: accumulators that are part of others' would make the compiler serialize.
-    float within[kSums];
     fence_registers(s);
-    fence_registers(within);
+    fence_registers(xo);
     warpgroup_arrive();
     // K- is stored token by token: 64 channels of a token, the next 64, the next 8 tokens.
     multiply_chunks<gmma::MMA_64x128x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::MN>>(
@@ -148,17 +147,20 @@ class WgmmaStep {
         base + (Layout::kKeyRemaining >> 4) | operand_layout(kSwizzle128, Layout::kHalfBytes, 1024),
         128 * kChunk, gmma::ScaleOut::One);
     if constexpr (kOutputs) {
-      multiply_chunks<Square>(within, u, base + (Layout::kScores >> 4) | square, 256,
-                              gmma::ScaleOut::Zero);
+      // Tm U in the first half, which nobody needs.
+      multiply_chunks<Both>(xo, u, base + (Layout::kInverse >> 4) | square, 256,
+                            gmma::ScaleOut::One);
     }
     warpgroup_commit_batch();
     overlap();
     warpgroup_wait<0>();
     fence_registers(s);
-    fence_registers(within);
+    fence_registers(xo);
+    // The products are done, and the decays in use: nothing reads the record any more.
+    release();
     if constexpr (kOutputs) {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) o[0][i >> 2][i & 3] = xo[kSums + i] + within[i];
+      for (int i = 0; i < kSums; ++i) o[0][i >> 2][i & 3] = xo[kSums + i];
     }
   }
 
@@ -177,13 +179,27 @@ class WgmmaStep {
     }
   }
 
+  // Half of the channels, while a product runs. All at once, more decays would be on their way than
+  // there are registers beside the first product's operands.
+  __device__ __forceinline__ void decay_half(float (&s)[4 * kStateTiles], int half,
+                                             unsigned record) const {
+#pragma unroll
+    for (int i = 0; i < kStateTiles / 4; ++i) {
+      const int n = kStateTiles / 4 * half + i;
+      const float4 decay = load_after_products(record + decay_ + 64 * n);
+      float* const d = s + 8 * n;
+      d[0] *= decay.x, d[1] *= decay.y, d[2] *= decay.x, d[3] *= decay.y;
+      d[4] *= decay.z, d[5] *= decay.w, d[6] *= decay.z, d[7] *= decay.w;
+    }
+  }
+
   // Volatile, so that it stays behind the products above: a multiplication that waits for its
   // decay among them would hold up those to come.
-  static __device__ __forceinline__ float4 load_after_products(const unsigned char* shared) {
+  static __device__ __forceinline__ float4 load_after_products(unsigned shared) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(cute::cast_smem_ptr_to_uint(shared)));
+                 : "r"(shared));
     return x;
   }
 

@@ -5,46 +5,92 @@
 
 namespace flash_kda::sm90 {
 
-// A cluster goes through its jobs, each a sequence or segment and a head, one after the other.
-// They are dealt out in turns of alternating direction, so that those who got the longest
-// sequence of one turn get the shortest of the next.
-template <int kCluster>
-class Jobs {
- public:
-  __device__ __forceinline__ explicit Jobs(const ForwardParams& p) : p_(p) {}
+// A chain, or a part of one that is cut between two clusters.
+struct Piece : ChainSlice {
+  int taken_from;  // the turn of the cluster that works on what comes before; kNobody: nothing does
+  int handed_on;   // this cluster's turn if another works on what comes after
+  static constexpr int kNobody = -1;
 
-  // The next job of this cluster in `slice`; false: there is none.
-  __device__ __forceinline__ bool next(ChainSlice& slice) {
-    const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-    const long long job =
-        static_cast<long long>(turn_) * clusters + (turn_ & 1 ? clusters - 1 - cluster : cluster);
-    if (job >= p_.jobs) return false;
-    ++turn_;
-    slice = ChainSlice::of_job(p_, job);
-    return true;
+  __device__ __forceinline__ bool is_taken() const { return taken_from != kNobody; }
+  __device__ __forceinline__ bool is_handed_on() const { return handed_on != kNobody; }
+
+  __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
+    return is_taken() ? carried(p, taken_from, row) : given(p, row);
+  }
+  __device__ __forceinline__ StateAddress final(const ForwardParams& p, int row) const {
+    return is_handed_on() ? carried(p, handed_on, row) : ChainSlice::final(p, row);
   }
 
  private:
-  const ForwardParams& p_;
-  int turn_ = 0;
+  // Where the cluster of that turn leaves the state of the chain that it hands on.
+  __device__ __forceinline__ StateAddress carried(const ForwardParams& p, int turn, int row) const {
+    return {p.carried + (static_cast<long long>(turn) * kHeadDim + row) * kHeadDim, kFloat32, true};
+  }
 };
 
-// Every kStep-th chunk of a cluster's work, all its jobs one after the other, and its place in a
+// The pieces that a cluster goes through, one after the other: its share (common/shares.cuh), or
+// one chain where every chain has a cluster of its own.
+class Jobs {
+ public:
+  // `turn`: the cluster's, in the order in which they began.
+  __device__ __forceinline__ Jobs(const ForwardParams& p, int turn) : p_(p), turn_(turn) {}
+
+  // The next one in `piece`; false: there is none. All lanes of a warp call it together.
+  __device__ __forceinline__ bool next(Piece& piece) {
+    const Share share = load_share();
+    if (done_ >= share.pieces) return false;
+    const int job = share.first_job - done_, sequence = job / p_.heads;
+    static_cast<ChainSlice&>(piece) =
+        ChainSlice(sequence_range(p_, sequence), job - sequence * p_.heads);
+    piece.taken_from = piece.handed_on = Piece::kNobody;
+    TokenRange& tokens = piece.range.tokens;
+    if (done_ == 0 && share.first_end != Share::kWhole) {
+      tokens.length = share.first_end * kChunk;
+      piece.handed_on = turn_;
+    }
+    ++done_;
+    if (done_ == share.pieces && share.last_begin > 0) {
+      tokens.begin += share.last_begin * kChunk;
+      tokens.length -= share.last_begin * kChunk;
+      piece.taken_from = turn_ - 1;
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ int done() const { return done_; }  // pieces given
+
+ private:
+  // Each time anew: the chain has no registers to keep it in. From one lane, so that the compiler
+  // knows it to be the same in all.
+  __device__ __forceinline__ Share load_share() const {
+    if (p_.shares == nullptr) return {turn_, turn_ < p_.jobs, Share::kWhole, 0};
+    const Share share = p_.shares[turn_];
+    return {__shfl_sync(0xffffffffu, share.first_job, 0), __shfl_sync(0xffffffffu, share.pieces, 0),
+            __shfl_sync(0xffffffffu, share.first_end, 0),
+            __shfl_sync(0xffffffffu, share.last_begin, 0)};
+  }
+
+  const ForwardParams& p_;
+  const int turn_;
+  int done_ = 0;
+};
+
+// Every kStep-th chunk of a cluster's work, all its pieces one after the other, and its place in a
 // ring of kStages.
-template <int kCluster, int kStep, int kStages>
+template <int kStep, int kStages>
 class ChunkWalk {
  public:
   static_assert(kStep <= kStages, "a step goes less than once around the ring");
 
-  __device__ __forceinline__ ChunkWalk(const ForwardParams& p, int first)
-      : jobs_(p), index_(first), stage_(first) {}
+  __device__ __forceinline__ ChunkWalk(const ForwardParams& p, int turn, int first)
+      : jobs_(p, turn), index_(first), stage_(first) {}
 
-  // To the job that the chunk belongs to; false: the work has fewer chunks.
+  // To the piece that the chunk belongs to; false: the work has fewer chunks.
   __device__ __forceinline__ bool find() {
     while (index_ >= job_end_) {
-      if (!jobs_.next(slice_)) return false;
+      if (!jobs_.next(piece_)) return false;
       job_begin_ = job_end_;
-      job_end_ += chunks_of(slice_.range.tokens.length);
+      job_end_ += chunks_of(piece_.range.tokens.length);
       new_job_ = true;
     }
     return true;
@@ -61,21 +107,22 @@ class ChunkWalk {
   }
 
   __device__ __forceinline__ TokenRange tokens() const {
-    TokenRange tokens = slice_.range.tokens;
+    TokenRange tokens = piece_.range.tokens;
     const int skipped = (index_ - job_begin_) * kChunk;
     tokens.begin += skipped;
     tokens.length = min(kChunk, tokens.length - skipped);
     return tokens;
   }
   __device__ __forceinline__ int index() const { return index_; }  // in the cluster's work
-  __device__ __forceinline__ int head() const { return slice_.head; }
+  __device__ __forceinline__ int head() const { return piece_.head; }
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ int round() const { return round_; }  // around the ring
+  // Whether the chunk is the walk's first of its piece.
   __device__ __forceinline__ bool new_job() const { return new_job_; }
 
  private:
-  Jobs<kCluster> jobs_;
-  ChainSlice slice_;
+  Jobs jobs_;
+  Piece piece_;
   int index_, stage_, round_ = 0;
   int job_begin_ = 0, job_end_ = 0;
   bool new_job_ = false;

@@ -1,0 +1,69 @@
+// How chains are shared out to the clusters of `fused` where there are more chains than clusters.
+//
+// All chains stand in a row, each as long as it takes, and the row is cut into equal shares. A
+// cluster goes through its share from the end to the beginning. So it begins with the first chunks
+// of a chain that goes on in the next share, and whoever has that one comes to the rest at its own
+// end: by then the state is there. No share is shorter than a chain, so no chain is cut twice.
+#pragma once
+
+#include "common/sequences.cuh"
+
+namespace flash_kda {
+
+class Shares {
+ public:
+  // What a chain takes beside its chunks, its states above all, as so many chunks.
+  static constexpr int kChainCost = 2;
+
+  // `longest`: chunks of the longest sequence.
+  __device__ __forceinline__ Shares(const ForwardParams& p, int longest)
+      : p_(p),
+        all_(cost_before(p.sequences)),
+        size_(max((all_ + p.clusters - 1) / p.clusters, longest + 1ll * kChainCost)) {}
+
+  // By all lanes of a warp together.
+  __device__ __forceinline__ Share of(int turn, int lane) const {
+    const long long begin = size_ * turn, end = min(begin + size_, all_);
+    if (begin >= end) return {0, 0, Share::kWhole, 0};
+    const Place first = find(end - 1, lane), last = find(begin, lane);
+    Share share = {first.job, first.job - last.job + 1, Share::kWhole,
+                   max(last.done - kChainCost, 0)};
+    if (first.done + 1 < first.cost) {
+      share.first_end = first.done + 1 - kChainCost;
+      if (share.first_end <= 0) {  // before its chunks: all of it is the next share's
+        share.first_end = Share::kWhole;
+        --share.first_job;
+        --share.pieces;
+      }
+    }
+    return share;
+  }
+
+ private:
+  struct Place {
+    int job, done, cost;  // what of the chain's cost lies before
+  };
+
+  // Of the chains of all sequences before.
+  __device__ __forceinline__ long long cost_before(int sequence) const {
+    const long long count = sequence;
+    const long long chunks =
+        p_.cu_seqlens == nullptr ? count * p_.records_per_sequence : p_.record_begin[sequence];
+    return (chunks + count * kChainCost) * p_.heads;
+  }
+
+  __device__ __forceinline__ Place find(long long x, int lane) const {
+    const auto before = [&](int n) { return cost_before(n); };
+    const int sequence = count_at_most(before, p_.sequences, x, lane) - 1;
+    const long long rest = x - cost_before(sequence);
+    const long long cost = (cost_before(sequence + 1) - cost_before(sequence)) / p_.heads;
+    const int head = static_cast<int>(rest / cost);
+    return {sequence * p_.heads + head, static_cast<int>(rest - head * cost),
+            static_cast<int>(cost)};
+  }
+
+  const ForwardParams& p_;
+  const long long all_, size_;
+};
+
+}  // namespace flash_kda
