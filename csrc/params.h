@@ -73,7 +73,7 @@ struct MiddleRecord {
 enum Carried : int { kCarriedState, kCarriedMap, kCarried };
 
 // What a cluster of `fused` works on where there are more chains than clusters: so many, backwards
-// from one on. Chain n is head n % H of sequence n / H.
+// from one on. Chain n is head n / N of sequence n % N.
 struct alignas(16) Share {
   static constexpr int kWhole = 0x7fffffff;
   int first_job, pieces;

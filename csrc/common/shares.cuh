@@ -1,6 +1,8 @@
 // How chains are shared out to the clusters of `fused` where there are more chains than clusters.
 //
-// All chains stand in a row, each as long as it takes, and the row is cut into equal shares. A
+// All chains stand in a row, head by head, each as long as it takes, and the row is cut into equal
+// shares: so what depends on the head alone seldom changes within one, and clusters read the heads of
+// the same tokens, which are neighbours in memory, at about the same time. A
 // cluster goes through its share from the end to the beginning. So it begins with the first chunks
 // of a chain that goes on in the next share, and whoever has that one comes to the rest at its own
 // end: by then the state is there. No share is shorter than a chain, so no chain is cut twice.
@@ -18,7 +20,8 @@ class Shares {
   // `longest`: chunks of the longest sequence.
   __device__ __forceinline__ Shares(const ForwardParams& p, int longest)
       : p_(p),
-        all_(cost_before(p.sequences)),
+        of_head_(cost_before(p.sequences)),
+        all_(of_head_ * p.heads),
         size_(max((all_ + p.clusters - 1) / p.clusters, longest + 1ll * kChainCost)) {}
 
   // By all lanes of a warp together.
@@ -44,26 +47,26 @@ class Shares {
     int job, done, cost;  // what of the chain's cost lies before
   };
 
-  // Of the chains of all sequences before.
+  // Of a head's chains of all sequences before.
   __device__ __forceinline__ long long cost_before(int sequence) const {
     const long long count = sequence;
     const long long chunks =
         p_.cu_seqlens == nullptr ? count * p_.records_per_sequence : p_.record_begin[sequence];
-    return (chunks + count * kChainCost) * p_.heads;
+    return chunks + count * kChainCost;
   }
 
   __device__ __forceinline__ Place find(long long x, int lane) const {
+    const int head = static_cast<int>(x / of_head_);
+    const long long rest = x - head * of_head_;
     const auto before = [&](int n) { return cost_before(n); };
-    const int sequence = count_at_most(before, p_.sequences, x, lane) - 1;
-    const long long rest = x - cost_before(sequence);
-    const long long cost = (cost_before(sequence + 1) - cost_before(sequence)) / p_.heads;
-    const int head = static_cast<int>(rest / cost);
-    return {sequence * p_.heads + head, static_cast<int>(rest - head * cost),
-            static_cast<int>(cost)};
+    const int sequence = count_at_most(before, p_.sequences, rest, lane) - 1;
+    const long long begin = cost_before(sequence);
+    return {head * p_.sequences + sequence, static_cast<int>(rest - begin),
+            static_cast<int>(cost_before(sequence + 1) - begin)};
   }
 
   const ForwardParams& p_;
-  const long long all_, size_;
+  const long long of_head_, all_, size_;
 };
 
 }  // namespace flash_kda

@@ -52,6 +52,12 @@ Path choose_portable(int64_t chains, int32_t sm_count) {
   return kPortableV128;
 }
 
+// As many as the card has room for at once. No GPU of compute capability 9.0 has more.
+constexpr int32_t kMostClusters = 72;
+int64_t clusters_of(int32_t sm_count) {
+  return std::clamp(sm_count / kFused.cluster, 1, kMostClusters);
+}
+
 // `chunks`: of a sequence, on average.
 Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu& gpu) {
   const Path portable = choose_portable(chains, gpu.sm_count);
@@ -63,12 +69,6 @@ Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu&
   // One-token sequences would fill the workspace with the padding of their chunks.
   const bool shared = chains > clusters_of(gpu.sm_count);
   return shared && !mostly_padding && chunks < kChunksThatRepay ? portable : kPathFused;
-}
-
-// As many as the card has room for at once. No GPU of compute capability 9.0 has more.
-constexpr int32_t kMostClusters = 72;
-int64_t clusters_of(int32_t sm_count) {
-  return std::clamp(sm_count / kFused.cluster, 1, kMostClusters);
 }
 
 // What clusters need that share chains: shares, flags and the next turn, and a state of each.

@@ -34,7 +34,10 @@ class RowsWarp {
 #pragma unroll 1
     for (bool more = true; more;) {
       const int index = walk_.index(), stage = walk_.stage(), length = walk_.tokens().length;
-      if (walk_.new_job()) gate_ = Gate<2>(p_, walk_.head(), channel());
+      if (walk_.head() != head_) {
+        head_ = walk_.head();
+        gate_ = Gate<2>(p_, head_, channel());
+      }
       walk_.advance();
       more = walk_.find();
       // The rows of the next chunk are fetched while this one is worked on, if there is room.
@@ -283,6 +286,7 @@ class RowsWarp {
   ChunkWalk<kShape.cluster * kShape.groups, kShape.stages> walk_;
   const int group_, warp_, lane_;
   int parity_ = 0;
+  int head_ = -1;  // of the gate
   Gate<2> gate_;
 };
 

@@ -39,9 +39,9 @@ class Jobs {
   __device__ __forceinline__ bool next(Piece& piece) {
     const Share share = load_share();
     if (done_ >= share.pieces) return false;
-    const int job = share.first_job - done_, sequence = job / p_.heads;
+    const int job = share.first_job - done_, head = job / p_.sequences;
     static_cast<ChainSlice&>(piece) =
-        ChainSlice(sequence_range(p_, sequence), job - sequence * p_.heads);
+        ChainSlice(sequence_range(p_, job - head * p_.sequences), head);
     piece.taken_from = piece.handed_on = Piece::kNobody;
     TokenRange& tokens = piece.range.tokens;
     if (done_ == 0 && share.first_end != Share::kWhole) {
@@ -72,7 +72,7 @@ class Jobs {
 
   const ForwardParams& p_;
   const int turn_;
-  int done_ = 0;
+  int done_ = 0;  // pieces
 };
 
 // Every kStep-th chunk of a cluster's work, all its pieces one after the other, and its place in a
@@ -91,7 +91,6 @@ class ChunkWalk {
       if (!jobs_.next(piece_)) return false;
       job_begin_ = job_end_;
       job_end_ += chunks_of(piece_.range.tokens.length);
-      new_job_ = true;
     }
     return true;
   }
@@ -103,7 +102,6 @@ class ChunkWalk {
       stage_ -= kStages;
       ++round_;
     }
-    new_job_ = false;
   }
 
   __device__ __forceinline__ TokenRange tokens() const {
@@ -117,15 +115,12 @@ class ChunkWalk {
   __device__ __forceinline__ int head() const { return piece_.head; }
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ int round() const { return round_; }  // around the ring
-  // Whether the chunk is the walk's first of its piece.
-  __device__ __forceinline__ bool new_job() const { return new_job_; }
 
  private:
   Jobs jobs_;
   Piece piece_;
   int index_, stage_, round_ = 0;
   int job_begin_ = 0, job_end_ = 0;
-  bool new_job_ = false;
 };
 
 }  // namespace flash_kda::sm90
