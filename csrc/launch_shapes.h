@@ -81,7 +81,7 @@ struct FusedShape {
     const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
     const int group_bytes = 2 * 2 * kGroupWarps * 2 * kChunk * 4;
     const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(FusedWarpMemory)) +
-                      groups * group_bytes + solvers * 2 * ChunkRecord::kHalfImageBytes;
+                      groups * group_bytes + solvers * (2 * ChunkRecord::kHalfImageBytes + 8);
     return (bytes + 1023) / 1024 * 1024;
   }
 };

@@ -21,13 +21,16 @@ struct GroupMemory {
 template <const FusedShape& kShape>
 struct FusedSmem {
   static_assert(kShape.stages % kShape.cluster == 0, "a stage has one owner");
-  // A barrier's parity tells a phase from the one before, not from the one before that: whoever
-  // waits for a phase must know that the one before is complete. Of `empty` that follows from this
-  // warp's or group's own chunk before, whose stage was free: so what stood there a round earlier
-  // had been read, and with it, if there are enough stages, what stood two rounds earlier in this
-  // one. Of `images` and `full` it follows from `empty`, which is waited for first.
+  // A barrier's parity tells a phase from its neighbours, not from those beyond: whoever waits for a
+  // phase must know that the one before is complete and the one after is not. The latter holds
+  // because every phase is waited for by those without whom the next does not come (docs/design.md).
+  // The former: of `empty` it follows from this warp's or group's own chunk before, whose stage was
+  // free, so that what stood there a round earlier had been read, and with it, if there are enough
+  // stages, what stood two rounds earlier in this one. Of `images` and `solved` it follows from
+  // `empty`, which is waited for first, of `solved` if solvers come round less often than stages.
   static constexpr int kOwnStages = kShape.stages / kShape.cluster;
-  static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers,
+  static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers &&
+                    2 * kShape.solvers >= kOwnStages,
                 "parities are unambiguous");
   struct alignas(1024) Stage {  // wgmma's swizzle counts from multiples of 1024
     unsigned char record[ChunkRecord::kBytes];
@@ -41,9 +44,11 @@ struct FusedSmem {
   GroupMemory group[kShape.groups];
   int turn;  // of the cluster, in its first CTA
   // images: the four images of a chunk are complete; an arrival of each warp of a group.
-  // full: the record is; one arrival, of the warp that solved it, or of the CTA that sent it.
+  // solved: K^ of a solver's chunk has been read; its arrival.
+  // full: the record is complete; one arrival, of the solver, or of the CTA that sent it.
   // empty: every computing warp of the cluster has read it; arrivals go to the stage's owner.
   Barrier::ValueType images[kShape.stages];
+  Barrier::ValueType solved[kShape.solvers];
   Barrier::ValueType full[kShape.stages];
   Barrier::ValueType empty[kShape.stages];
 
@@ -54,6 +59,7 @@ struct FusedSmem {
       Barrier::init(&full[i], 1);
       Barrier::init(&empty[i], kShape.cluster * kShape.warps);
     }
+    for (int i = 0; i < kShape.solvers; ++i) Barrier::init(&solved[i], 1);
     cutlass::arch::fence_barrier_init();
   }
 };

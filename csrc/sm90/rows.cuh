@@ -113,12 +113,11 @@ class RowsWarp {
     RecordRing<kShape>::wait_until_free(smem_, walk_.stage(), walk_.round());
   }
 
-  // Until the solver is done with its chunk before this one, and with that one's K^.
+  // Until the solver has read K^ of its chunk before this one. Not until that one's record is full:
+  // where the other group is two chunks ahead, the stage may be full a second time by then.
   __device__ __forceinline__ void wait_for_solver(int index) const {
-    const int before = index - kShape.cluster * kShape.solvers;
-    if (before >= 0) {
-      Barrier::wait(&smem_.full[before % kShape.stages], before / kShape.stages & 1);
-    }
+    const int own = index / kShape.cluster, turn = own / kShape.solvers;
+    if (turn > 0) Barrier::wait(&smem_.solved[own % kShape.solvers], (turn - 1) & 1);
   }
 
   // Starts the copies of this warp's channels of a chunk to where make_images() finds them. Rows

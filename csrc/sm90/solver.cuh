@@ -18,6 +18,7 @@ class SolverWarp {
         smem_(smem),
         walk_(p, turn, cta + kShape.cluster * solver),
         growing_(smem.growing[solver].image),
+        solved_(&smem.solved[solver]),
         cta_(cta),
         lane_(lane) {}
 
@@ -43,7 +44,8 @@ class SolverWarp {
     const Products products =
         multiply<ChunkRecord>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
-    __syncwarp();  // L is complete
+    __syncwarp();  // L is complete, and K^ has been read
+    if (lane_ == 0) Barrier::arrive(solved_);
     solve_and_store(record, products, b, lane_);
   }
 
@@ -60,6 +62,7 @@ class SolverWarp {
   FusedSmem<kShape>& smem_;
   ChunkWalk<kShape.cluster * kShape.solvers, kShape.stages> walk_;
   const unsigned char* const growing_;
+  Barrier::ValueType* const solved_;
   const int cta_, lane_;
 };
 
