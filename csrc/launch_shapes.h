@@ -67,15 +67,16 @@ using FusedWarpMemory = ChainWarpMemory<1, kChunk, 4>;
 // of the cluster, in a ring of `stages`.
 struct FusedShape {
   int cluster, warps, solvers, groups, stages;
-  int chain_registers;  // a thread of the computing warps; the others give up some of theirs
+  // Of a thread, of each kind of warps. A warpgroup can only be given what others have given back.
+  int chain_registers, solver_registers, rows_registers;
 
   constexpr int threads() const { return 32 * (warps + solvers + kGroupWarps * groups); }
   constexpr int slice_rows() const { return kHeadDim / cluster; }  // of V
-  constexpr int other_registers() const {
-    // A warpgroup can only be given what others have given back of what the CTA started with.
-    const int warpgroups = threads() / 128, computing = warps / 4;
-    const int all = 65536 / 128 / warpgroups / 8 * 8 * warpgroups;
-    return (all - computing * chain_registers) / (warpgroups - computing) / 8 * 8;
+  constexpr bool registers_suffice() const {
+    const int begun_with = 65536 / threads() / 8 * 8 * threads();
+    return 32 * (warps * chain_registers + solvers * solver_registers +
+                 kGroupWarps * groups * rows_registers) <=
+           begun_with;
   }
   constexpr int smem_bytes() const {
     const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
@@ -87,7 +88,8 @@ struct FusedShape {
 };
 
 constexpr int kRowsOfWarp = 16;
-constexpr FusedShape kFused{2, 4, 4, 2, 14, 176};
+constexpr FusedShape kFused{2, 4, 4, 2, 14, 200, 88, 112};
+static_assert(kFused.registers_suffice(), "or a warpgroup waits for its registers forever");
 
 constexpr int kCombineRows = 16;  // of V, a CTA
 constexpr int kCombineThreads = 4 * kHeadDim;

@@ -57,14 +57,13 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   if (warp < kShape.warps) {
     cutlass::arch::warpgroup_reg_alloc<kShape.chain_registers>();
     compute(turn, cta, warp, lane);
+  } else if (warp < kFirstRows) {
+    cutlass::arch::warpgroup_reg_dealloc<kShape.solver_registers>();
+    SolverWarp<kShape>(p, smem, turn, cta, warp - kShape.warps, lane).run();
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kShape.other_registers()>();
-    if (warp < kFirstRows) {
-      SolverWarp<kShape>(p, smem, turn, cta, warp - kShape.warps, lane).run();
-    } else {
-      const int member = warp - kFirstRows;
-      RowsWarp<kShape>(p, smem, turn, cta, member / kGroupWarps, member % kGroupWarps, lane).run();
-    }
+    cutlass::arch::warpgroup_reg_dealloc<kShape.rows_registers>();
+    const int member = warp - kFirstRows;
+    RowsWarp<kShape>(p, smem, turn, cta, member / kGroupWarps, member % kGroupWarps, lane).run();
   }
   // The others may still write here or wait for arrivals.
   cluster_sync();
