@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("small_calls.py: there is no GPU", file=sys.stderr)
         return 2
     device = torch.device("cuda")
+    # The reference takes thousands of small steps, in which threads wait for each other.
+    torch.set_num_threads(1)
     for name in arguments.paths or paths.kernel_paths(device):
         lengths = CUT if name == "segments" else PACKED
         if arguments.lengths:

@@ -160,7 +160,7 @@ class Chain {
   // Lets a stage be refilled.
   __device__ __forceinline__ void release_stage(int stage) const {
     __syncwarp();
-    ring_.release(stage, lane_ == 0);
+    ring_.release(stage, arrives(lane_));
   }
 
   // O^T, scaled.

@@ -26,7 +26,7 @@ struct RecurrenceSmem {
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kShape.stages; ++i) {
       FullBarrier::init(&full[i], 1);
-      EmptyBarrier::init(&empty[i], kShape.warps);
+      EmptyBarrier::init(&empty[i], kArrivalsOfWarp * kShape.warps);
     }
     cutlass::arch::fence_barrier_init();
   }

@@ -71,6 +71,16 @@ __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// A warp arrives on an mbarrier by one lane, behind a __syncwarp(). compute-sanitizer's racecheck
+// does not see that this speaks for the other lanes. For its sake alone all of them can be made to
+// arrive (docs/testing.md): the same kernels, slower.
+#ifdef FLASH_KDA_EVERY_LANE_ARRIVES
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+__device__ __forceinline__ bool arrives(int lane) { return kArrivalsOfWarp == 32 || lane == 0; }
+
 // Without a branch, behind which the compiler would not take a warp's lanes to be together.
 __device__ __forceinline__ void arrive_if(cute::uint64_t* barrier, bool arrives) {
   asm volatile(

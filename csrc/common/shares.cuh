@@ -1,11 +1,11 @@
 // How chains are shared out to the clusters of `fused` where there are more chains than clusters.
 //
 // All chains stand in a row, head by head, each as long as it takes, and the row is cut into equal
-// shares: so what depends on the head alone seldom changes within one, and clusters read the heads of
-// the same tokens, which are neighbours in memory, at about the same time. A
-// cluster goes through its share from the end to the beginning. So it begins with the first chunks
-// of a chain that goes on in the next share, and whoever has that one comes to the rest at its own
-// end: by then the state is there. No share is shorter than a chain, so no chain is cut twice.
+// shares: so what depends on the head alone seldom changes within one, and clusters read the heads
+// of the same tokens, which are neighbours in memory, at about the same time. A cluster goes
+// through its share from the end to the beginning. So it begins with the first chunks of a chain
+// that goes on in the next share, and whoever has that one comes to the rest at its own end: by
+// then the state is there. No share is shorter than a chain, so no chain is cut twice.
 #pragma once
 
 #include "common/sequences.cuh"

@@ -87,7 +87,7 @@ __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>&
     static_assert(kShape.cluster * kShape.warps == kStateWarps);
     const int state_warp = kShape.warps * cta + warp;
     const int flag_of_turn = turn * kStateWarps + state_warp;
-    Jobs jobs(p, turn);
+    Jobs<true> jobs(p, turn);
     Piece piece;
 #pragma unroll 1
     while (jobs.next(piece)) {

@@ -21,13 +21,14 @@ struct GroupMemory {
 template <const FusedShape& kShape>
 struct FusedSmem {
   static_assert(kShape.stages % kShape.cluster == 0, "a stage has one owner");
-  // A barrier's parity tells a phase from its neighbours, not from those beyond: whoever waits for a
-  // phase must know that the one before is complete and the one after is not. The latter holds
-  // because every phase is waited for by those without whom the next does not come (docs/design.md).
-  // The former: of `empty` it follows from this warp's or group's own chunk before, whose stage was
-  // free, so that what stood there a round earlier had been read, and with it, if there are enough
-  // stages, what stood two rounds earlier in this one. Of `images` and `solved` it follows from
-  // `empty`, which is waited for first, of `solved` if solvers come round less often than stages.
+  // A barrier's parity tells a phase from its neighbours, not from those beyond: whoever waits for
+  // a phase must know that the one before is complete and the one after is not. The latter holds
+  // because every phase is waited for by those without whom the next does not come
+  // (docs/design.md). The former: of `empty` it follows from this warp's or group's own chunk
+  // before, whose stage was free, so that what stood there a round earlier had been read, and with
+  // it, if there are enough stages, what stood two rounds earlier in this one. Of `images` and
+  // `solved` it follows from `empty`, which is waited for first, of `solved` if solvers come round
+  // less often than stages.
   static constexpr int kOwnStages = kShape.stages / kShape.cluster;
   static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers &&
                     2 * kShape.solvers >= kOwnStages,
@@ -55,11 +56,12 @@ struct FusedSmem {
   // By one thread, before any other uses the ring.
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kShape.stages; ++i) {
-      Barrier::init(&images[i], kGroupWarps);
-      Barrier::init(&full[i], 1);
-      Barrier::init(&empty[i], kShape.cluster * kShape.warps);
+      const bool is_own = i % kShape.cluster == static_cast<int>(blockIdx.x % kShape.cluster);
+      Barrier::init(&images[i], kArrivalsOfWarp * kGroupWarps);
+      Barrier::init(&full[i], is_own ? kArrivalsOfWarp : 1);
+      Barrier::init(&empty[i], kArrivalsOfWarp * kShape.cluster * kShape.warps);
     }
-    for (int i = 0; i < kShape.solvers; ++i) Barrier::init(&solved[i], 1);
+    for (int i = 0; i < kShape.solvers; ++i) Barrier::init(&solved[i], kArrivalsOfWarp);
     cutlass::arch::fence_barrier_init();
   }
 };

@@ -52,7 +52,7 @@ class RowsWarp {
       make_images(smem_.stage[stage].record, index, length);
       fence_async_shared();  // wgmma reads them, and a bulk copy
       __syncwarp();
-      if (lane_ == 0) Barrier::arrive(&smem_.images[stage]);
+      if (arrives(lane_)) Barrier::arrive(&smem_.images[stage]);
       if (more && !fetches) {
         wait_until_free();
         fetch();

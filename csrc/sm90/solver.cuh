@@ -45,14 +45,14 @@ class SolverWarp {
         multiply<ChunkRecord>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
     __syncwarp();  // L is complete, and K^ has been read
-    if (lane_ == 0) Barrier::arrive(solved_);
+    if (arrives(lane_)) Barrier::arrive(solved_);
     solve_and_store(record, products, b, lane_);
   }
 
   __device__ __forceinline__ void hand_over(int stage) const {
     fence_async_shared();  // wgmma reads it, and a bulk copy
     __syncwarp();
-    if (lane_ == 0) Barrier::arrive(&smem_.full[stage]);
+    if (arrives(lane_)) Barrier::arrive(&smem_.full[stage]);
     if (lane_ < kShape.cluster && lane_ != cta_) {
       bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
     }

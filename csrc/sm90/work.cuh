@@ -30,18 +30,27 @@ struct Piece : ChainSlice {
 
 // The pieces that a cluster goes through, one after the other: its share (common/shares.cuh), or
 // one chain where every chain has a cluster of its own.
+//
+// With kAhead it looks up where the sequence of the next piece lies while the warp works on this
+// one, and so has nothing to wait for between them.
+template <bool kAhead>
 class Jobs {
  public:
   // `turn`: the cluster's, in the order in which they began.
-  __device__ __forceinline__ Jobs(const ForwardParams& p, int turn) : p_(p), turn_(turn) {}
+  __device__ __forceinline__ Jobs(const ForwardParams& p, int turn) : p_(p), turn_(turn) {
+    if constexpr (kAhead) {
+      share_ = load_share();
+      range_ = range_of_next(share_);
+    }
+  }
 
   // The next one in `piece`; false: there is none. All lanes of a warp call it together.
   __device__ __forceinline__ bool next(Piece& piece) {
-    const Share share = load_share();
+    const Share share = kAhead ? share_ : load_share();
     if (done_ >= share.pieces) return false;
-    const int job = share.first_job - done_, head = job / p_.sequences;
-    static_cast<ChainSlice&>(piece) =
-        ChainSlice(sequence_range(p_, job - head * p_.sequences), head);
+    const SequenceRange range = kAhead ? range_ : range_of_next(share);
+    const int job = share.first_job - done_;
+    static_cast<ChainSlice&>(piece) = ChainSlice(range, job / p_.sequences);
     piece.taken_from = piece.handed_on = Piece::kNobody;
     TokenRange& tokens = piece.range.tokens;
     if (done_ == 0 && share.first_end != Share::kWhole) {
@@ -54,14 +63,14 @@ class Jobs {
       tokens.length -= share.last_begin * kChunk;
       piece.taken_from = turn_ - 1;
     }
+    if constexpr (kAhead) range_ = range_of_next(share);
     return true;
   }
 
   __device__ __forceinline__ int done() const { return done_; }  // pieces given
 
  private:
-  // Each time anew: the chain has no registers to keep it in. From one lane, so that the compiler
-  // knows it to be the same in all.
+  // From one lane, so that the compiler knows it to be the same in all.
   __device__ __forceinline__ Share load_share() const {
     if (p_.shares == nullptr) return {turn_, turn_ < p_.jobs, Share::kWhole, 0};
     const Share share = p_.shares[turn_];
@@ -69,10 +78,16 @@ class Jobs {
             __shfl_sync(0xffffffffu, share.first_end, 0),
             __shfl_sync(0xffffffffu, share.last_begin, 0)};
   }
+  // Behind the last piece that of some sequence.
+  __device__ __forceinline__ SequenceRange range_of_next(const Share& share) const {
+    return sequence_range(p_, max(share.first_job - done_, 0) % p_.sequences);
+  }
 
   const ForwardParams& p_;
   const int turn_;
   int done_ = 0;  // pieces
+  Share share_;
+  SequenceRange range_;
 };
 
 // Every kStep-th chunk of a cluster's work, all its pieces one after the other, and its place in a
@@ -117,7 +132,7 @@ class ChunkWalk {
   __device__ __forceinline__ int round() const { return round_; }  // around the ring
 
  private:
-  Jobs jobs_;
+  Jobs<false> jobs_;
   Piece piece_;
   int index_, stage_, round_ = 0;
   int job_begin_ = 0, job_end_ = 0;
