@@ -24,7 +24,8 @@ OTHERS = {"B200": abi.Gpu(100, 148), "B300": abi.Gpu(103, 148), "RTX 5090": abi.
 HOPPER_ONLY = ("fused", "segments")
 PORTABLE = ("portable_v128", "portable_v64", "portable_v32")
 PAIR_BYTES = 29184 + 4608  # the record of two chunks and head, and what is kept of the first one
-CUT_BYTES = 2 * 128 * 128 * 4  # what a segment but the last leaves: a state and a map
+STATE_BYTES = 128 * 128 * 4
+CUT_BYTES = 2 * STATE_BYTES  # what a segment but the last leaves: a state and a map
 
 each_gpu = pytest.mark.parametrize("gpu", [*HOPPER.values(), *OTHERS.values()], ids=str)
 each_hopper = pytest.mark.parametrize("gpu", HOPPER.values(), ids=list(HOPPER))
@@ -61,7 +62,7 @@ def forced_plans(shape: tuple[int, int, int], gpu: abi.Gpu) -> Iterator[abi.Plan
 
 # Measured to be the fastest path of each case on an H200; docs/performance.md.
 H200_PATHS = {
-    "n1_h96_t8192": "portable_v128",
+    "n1_h96_t8192": "fused",
     "mixed_h96": "fused",
     "n8x1024_h96": "fused",
     "n1_h64_t8192": "fused",
@@ -73,7 +74,7 @@ H200_PATHS = {
     "n1_h8_t65536": "segments",
     "n8x2048_h16": "fused",
     "n128x64_h32": "portable_v128",
-    "n512x128_h8": "portable_v128",
+    "n512x128_h8": "fused",
     "n1_h32_t1024": "portable_v32",
     "n1_h32_t64": "fused",
     "n1_h32_t1": "fused",
@@ -119,6 +120,47 @@ def test_forced_paths_are_taken(gpu: abi.Gpu) -> None:
             abi.plan(8192, 96, 1, gpu, unknown)
 
 
+def schedule_bytes(sequences: int) -> int:
+    return -(-4 * (3 * sequences + 2) // 256) * 256
+
+
+@pytest.mark.parametrize("sms", [-1, 1, 2, 3, 32, 78, 114, 132, 143, 144, 145, 300, 2**31 - 1])
+def test_fused(sms: int) -> None:
+    """As many clusters as half of the multiprocessors hold, up to 72. If there are more chains,
+    each has a share of 16 bytes, 8 flags and a state, and all have a counter."""
+    gpu = abi.Gpu(90, sms)
+    clusters = max(1, min(sms // 2, 72))
+    sharing = -(-(48 * clusters + 4) // 256) * 256 + clusters * STATE_BYTES
+    for chains in (0, 1, clusters, clusters + 1, clusters + 2, 10 * clusters, 10**4):
+        for heads, sequences in ((1, chains), (chains, 1), (2, chains // 2)):
+            if heads == 0:
+                continue
+            for tokens in (0, 1, 8192):
+                shape = (tokens, heads, sequences)
+                size = plan(*shape, gpu, "fused").workspace_bytes
+                shared = heads * sequences > clusters
+                assert size == schedule_bytes(sequences) + shared * sharing
+                assert size <= abi.workspace_size(*shape)
+
+
+@each_hopper
+def test_where_sharing_pays(gpu: abi.Gpu) -> None:
+    """From 8 chunks a sequence on, and if most of the tokens would be padding."""
+    clusters = gpu.sm_count // 2
+    for more in (1, 2, clusters):
+        # Nobody knows where sequences end: each may have 15 tokens of padding.
+        for heads, sequences, padded in ((1, clusters + more, 14), (clusters + more, 1, 7)):
+            for length, name in (
+                *((1, "fused"), (padded, "fused"), (padded + 1, "portable_v128")),
+                *((112, "portable_v128"), (113, "fused"), (128, "fused"), (10**5, "fused")),
+            ):
+                assert chosen(length * sequences, heads, sequences, gpu) == name
+    # Chains that have a cluster of their own need no states between them.
+    for heads, sequences in ((1, clusters), (clusters, 1)):
+        for length in (0, 1, 7, 8, 112, 113, 10**5):
+            assert chosen(length * sequences, heads, sequences, gpu) == "fused"
+
+
 def pairs_of(tokens: int, sequences: int) -> int:
     return min(tokens, (tokens + 31 * sequences) // 32)
 
@@ -138,9 +180,8 @@ def test_segments(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> None
     chunks = min(tokens, (tokens + 15 * sequences) // 16) // sequences
     segments = max(1, min(gpu.sm_count // 2 // chains, 1 + chunks // 60))
     size = plan(tokens, heads, sequences, gpu, "segments").workspace_bytes
-    schedule = -(-4 * (3 * sequences + 2) // 256) * 256
     records = pairs_of(tokens, sequences) * heads * PAIR_BYTES
-    assert size == schedule + records + chains * (segments - 1) * CUT_BYTES
+    assert size == schedule_bytes(sequences) + records + chains * (segments - 1) * CUT_BYTES
     assert (chosen(tokens, heads, sequences, gpu) == "segments") == (segments >= 3)
 
 
@@ -192,8 +233,8 @@ def test_segments_carry_no_more_for_more_tokens(heads: int) -> None:
 @each_hopper
 def test_many_one_token_sequences(gpu: abi.Gpu) -> None:
     """They do not pay for the padding of their chunks."""
-    for tokens in (10**5, 2 * 10**5):
-        found = plan(tokens, 1, 10**5, gpu)
+    for tokens, heads in ((10**5, 1), (2 * 10**5, 1), (10**5, 96)):
+        found = plan(tokens, heads, 10**5, gpu)
         assert abi.path_names()[found.path] == "fused" and found.workspace_bytes < 1e9
 
 
@@ -256,11 +297,19 @@ int main() {
   const int64_t sizes[] = {INT64_MIN, -1, 0, 1, 2, 17, 768, 8192, 65536, (1ll << 29) - 1,
                            1ll << 29, (1ll << 31) - 33, (1ll << 31) - 32, (1ll << 31) - 1,
                            1ll << 31, INT64_MAX};
-  const int32_t sm_counts[] = {INT_MIN, -132, -1, 0, 1, 2, 3, 78, 132, 512, INT_MAX};
+  const int32_t sm_counts[] = {INT_MIN, -132, -1, 0, 1, 2, 3, 32, 78, 132, 512, INT_MAX};
   const int32_t capabilities[] = {INT_MIN, -90, -1, 0, 89, 90, 100, INT_MAX};
   const int32_t paths[] = {INT_MIN, -2, -1, 0, 1, 2, 3, 4, 5, INT_MAX};
   long planned = 0, wrong = 0;
   const auto ctas_fit = [](int64_t ctas) { return ctas >= 0 && ctas <= INT_MAX; };
+  // States that clusters hand on; segments but the last ones, which leave two.
+  const int64_t state_bytes = 128 * 128 * 4;
+  const auto states = [](const Plan& plan) {
+    return plan.share_bytes > 0 ? plan.chain_ctas / 2 : 0;
+  };
+  const auto cuts = [](const Plan& plan, int64_t heads, int64_t sequences) {
+    return heads * sequences * (plan.segments - 1);
+  };
   for (int64_t tokens : sizes) for (int64_t heads : sizes) for (int64_t sequences : sizes)
     for (int32_t sms : sm_counts) for (int32_t capability : capabilities) for (int32_t path : paths)
       try {
@@ -271,7 +320,11 @@ int main() {
                  !ctas_fit(plan.prepare_ctas) || !ctas_fit(plan.affine_ctas) ||
                  !ctas_fit(plan.combine_ctas) || !ctas_fit(plan.chain_ctas) ||
                  plan.schedule_bytes < 0 || plan.record_bytes < 0 || plan.middle_bytes < 0 ||
-                 plan.schedule_bytes + plan.record_bytes + plan.middle_bytes >
+                 plan.share_bytes < 0 || plan.schedule_bytes % 256 || plan.share_bytes % 256 ||
+                 (plan.share_bytes > 0 && (plan.path != kPathFused || plan.record_bytes > 0)) ||
+                 plan.share_bytes < (states(plan) > 0 ? 48 * states(plan) + 4 : 0) ||
+                 plan.schedule_bytes + plan.record_bytes + plan.middle_bytes + plan.share_bytes +
+                         state_bytes * (states(plan) + 2 * cuts(plan, heads, sequences)) >
                      plan.workspace_bytes;
       } catch (const Error&) {
       }

@@ -14,7 +14,7 @@ import re
 import struct
 import subprocess
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ WHOLE = ((0, RECORD_BYTES),)
 # What the maps need: K~ and K- of either half, then the decay and the inverse.
 WITHOUT_QUERIES = ((0, 4096), (8192, 4096), (12288, 4096), (20480, 4096), (24576, 2560))
 MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
+SHARE_BYTES, STATE_WARPS, MOST_CLUSTERS = 16, 8, 72
+CHAIN_COST = 2  # what a chain takes beside its chunks, as so many chunks
 PATHS = {"fused": 3, "segments": 4}  # as host/plan.h numbers them
 RECORD_TOKENS = {"fused": CHUNK, "segments": PAIR}
 STATE_MAP = ("state", "map")  # of a segment in the workspace; of the first one the map is a copy
@@ -54,7 +56,7 @@ class Shape:
     warps: int
     solvers: int
     groups: int
-    stages: int = 12
+    stages: int = 14
     cluster: int = 2
 
     @property
@@ -81,7 +83,7 @@ class WalkShape:
 
 FUSED = Shape(4, 4, 2)
 WALKS = {"affine": WalkShape(4, 3), "walk": WalkShape(2, 6)}
-COMBINE_THREADS, COMBINE_ROWS = 512, 16
+SCHEDULE_THREADS, COMBINE_THREADS, COMBINE_ROWS = 1024, 512, 16
 PAIRS_OF_CTA = 2
 
 
@@ -156,6 +158,11 @@ class Call:
             random.Random(self.order).shuffle(found)
         return found
 
+    @property
+    def chains(self) -> list[tuple[int, int]]:
+        """(sequence, head) in the order in which clusters share them."""
+        return [(n, head) for head in range(self.heads) for n in range(len(self.spans))]
+
 
 V, OUT = 2**44, 2**45
 
@@ -168,6 +175,11 @@ def record_room(call: Call, size: int) -> int:
     """Records of a head that a plan has room for, wherever the sequences are cut."""
     total, count = call.batch * call.tokens, len(call.spans)
     return min(total, (total + (size - 1) * count) // size)
+
+
+def share_bytes(clusters: int) -> int:
+    """Of shares, flags and the next turn."""
+    return -(-((SHARE_BYTES + 4 * STATE_WARPS) * clusters + 4) // 256) * 256
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +198,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def execute(
-    program: Path, mode: int, numbers: tuple[int, int, int, int], args: bytes, *arrays: bytes
+    program: Path, mode: int, numbers: tuple[int, int, int], args: bytes, *arrays: bytes
 ) -> bytes:
-    parts = [struct.pack("<5i", mode, *numbers), args]
+    parts = [struct.pack("<4i", mode, *numbers), args]
     parts += [struct.pack("<q", len(array)) + array for array in arrays]
     done = subprocess.run(
         [str(program)], input=b"".join(parts), capture_output=True, check=False, timeout=120
@@ -203,25 +215,21 @@ def run(
     path: str = "segments",
     sms: int = 132,
     segments: int = 0,
-    clusters: int = 0,
     mode: int = LIST_ALL,
     carried: bytes = b"",
 ) -> bytes:
-    """As planned for a GPU of ``sms``, or in so many ``segments`` or on so many ``clusters``."""
-    spans, packed = call.spans, call.bounds is not None
-    starts = np.array(call.bounds if packed else [], np.int32)
-    before = np.cumsum([0, *(records_of(length, RECORD_TOKENS[path]) for *_, length in spans)])
-    before = before.astype(np.int32) if packed else starts
-    order = call.ranks if packed else []
-
+    """As planned for a GPU of ``sms``, or in so many ``segments``."""
+    spans = call.spans
     slots, offsets = call.slots or Integers([]), call.offsets or Integers([])
+    bounds = Integers(call.bounds or [])
+    order = np.array(call.ranks if call.bounds else [], np.int32)
     initial, final, checkpoint = (
         x or Pool(0, len(spans), 0) for x in (call.initial, call.final, call.checkpoint)
     )
     kept = (initial, final, checkpoint)
     no_stride = (0, 0, 0)
     args = abi.ARGS.pack(
-        *(1, 1, V, 1, 1, OUT, 1, 1, initial.base, final.base, int(packed), 0, 0, checkpoint.base),
+        *(1, 1, V, 1, 1, OUT, 1, 1, initial.base, final.base, 0, 0, 0, checkpoint.base),
         *(0, 0),  # workspace, stream
         *(0, call.batch, call.tokens, call.heads, len(spans), initial.slots, final.slots),
         len(offsets.values),
@@ -231,14 +239,13 @@ def run(
         *(BFLOAT16, FLOAT32, FLOAT32, initial.dtype, final.dtype, INT64),
         *(slots.dtype, offsets.dtype, checkpoint.dtype, 1, 0, 0),
     )
-    arrays = (slots.memory(), offsets.memory(), starts, before, np.array(order, np.int32), carried)
-    data = [x if isinstance(x, bytes) else x.tobytes() for x in arrays]
-    return execute(program, mode, (PATHS[path], sms, segments, clusters), args, *data)
+    arrays = (slots.memory(), offsets.memory(), bounds.memory(), order.tobytes(), carried)
+    return execute(program, mode, (PATHS[path], sms, segments), args, *arrays)
 
 
 @dataclass
 class Job:
-    """What one warp of a chain does for one segment and head."""
+    """What one warp of a chain does for one segment, or piece of a sequence, and head."""
 
     sequence: int
     head: int
@@ -248,18 +255,22 @@ class Job:
     v: int
     out: int
     events: list[Event] = field(default_factory=list)
+    turn: int = 0  # of the cluster
 
     @property
     def name(self) -> tuple[int, int, int]:
         return self.sequence, self.head, self.segment
 
 
-def jobs_of(events: list[Event]) -> list[Job]:
+def jobs_of(events: list[Event], turn: int = 0) -> list[Job]:
     jobs: list[Job] = []
     for kind, *rest in events:
+        if kind in ("wait", "raise"):
+            continue
         if kind == "job":
-            sequence, head, segment, row, begin, length, *places = rest
-            jobs.append(Job(sequence, head, segment, (row, begin, length), *places))
+            sequence, head, segment, row, begin, length, has_values, v, out = rest
+            tokens = (row, begin, length)
+            jobs.append(Job(sequence, head, segment, tokens, has_values, v, out, turn=turn))
         else:
             # An absent state has no address.
             absent = kind in ("load", "store") and rest[1] == 0
@@ -270,15 +281,28 @@ def jobs_of(events: list[Event]) -> list[Job]:
 class Expected:
     """What a call asks for, of a result's segments and workspace."""
 
-    def __init__(self, call: Call, result: dict[str, Any], path: str, segments: int) -> None:
+    def __init__(
+        self, call: Call, result: dict[str, Any], path: str, segments: int, clusters: int
+    ) -> None:
         self.call, self.segments = call, segments
         self.record_tokens = RECORD_TOKENS[path]
         self.spans = call.spans
-        # The workspace: schedule, and of `segments` records, middles and what segments carry.
+        self.fused, self.clusters = path == "fused", min(clusters, len(call.chains))
+        # Where there are more chains than clusters these share them.
+        self.shared = self.fused and len(call.chains) > clusters
+        # The workspace: schedule, and of `segments` records, middles and what segments carry; or
+        # of `fused` shares, flags, the next turn, and what clusters carry.
         room = call.heads * record_room(call, PAIR) if path == "segments" else 0
         self.records_base = result["workspace"] + result["schedule_bytes"]
         self.middles_base = self.records_base + room * RECORD_BYTES
         self.carried_base = self.middles_base + room * MIDDLE_BYTES
+        self.shares_base = self.flags_base = self.turn_base = 0
+        if self.shared:
+            self.shares_base = self.carried_base
+            self.flags_base = self.shares_base + SHARE_BYTES * clusters
+            self.turn_base = self.flags_base + 4 * STATE_WARPS * clusters
+            self.carried_base += share_bytes(clusters)
+            assert self.turn_base + 4 <= self.carried_base
         self.end = result["workspace"] + result["workspace_bytes"]
         # Records of each segment of each sequence: even parts, the later ones of short sequences
         # empty. And the number of each sequence's first record among all.
@@ -292,23 +316,31 @@ class Expected:
             self.parts.append(parts)
             self.first.append(self.first[-1] + len(records))
 
-    def tokens(self, sequence: int, segment: int) -> tuple[int, int, int]:
+    def part(self, job: Job) -> range:
+        """The records of a segment, or of a piece that a sequence is cut into between clusters."""
+        records = self.parts[job.sequence][job.segment]
+        if not self.shared:
+            return records
+        first, rest = divmod(job.tokens[1] - self.spans[job.sequence][1], CHUNK)
+        assert rest == 0 and first >= 0
+        return records[first : first + records_of(job.tokens[2], CHUNK)]
+
+    def tokens(self, sequence: int, records: range) -> tuple[int, int, int]:
         row, begin, length = self.spans[sequence]
-        records, size = self.parts[sequence][segment], self.record_tokens
         if not records:
             return row, begin + length, 0
+        size = self.record_tokens
         first, end = size * records.start, min(size * records.stop, length)
         return row, begin + first, end - first
 
-    def place(self, sequence: int, segment: int, head: int, step: int) -> int:
+    def place(self, job: Job, step: int) -> int:
         """Of a segment's record among those of all heads."""
-        record = self.first[sequence] + self.parts[sequence][segment][step]
-        return record * self.call.heads + head
+        record = self.first[job.sequence] + self.part(job)[step]
+        return record * self.call.heads + job.head
 
     def copies(self, job: Job) -> list[int]:
         """Addresses of the records of a segment, one after the other."""
-        steps = range(len(self.parts[job.sequence][job.segment]))
-        places = [self.place(job.sequence, job.segment, job.head, n) for n in steps]
+        places = [self.place(job, n) for n in range(len(self.part(job)))]
         found = [self.records_base + RECORD_BYTES * place for place in places]
         assert all(x + RECORD_BYTES <= self.middles_base for x in found)
         return found
@@ -329,32 +361,42 @@ class Expected:
         slot = sequence if slots is None else slots.values[sequence]
         return pool.state(slot, head, row) or [None]
 
-    def checkpoints(self, sequence: int, segment: int) -> list[tuple[int, int]]:
-        """(row, tokens of the segment before it); offsets ascend."""
+    def handed_on(self, turn: int, row: int) -> Event:
+        """[clusters][V][K] after the shares: where the cluster of that turn leaves a state."""
+        assert 0 <= turn < self.clusters - 1  # nobody comes after the last one
+        address = self.carried_base + STATE_BYTES * turn
+        assert address + STATE_BYTES <= self.end
+        return [address + 4 * DIM * row, FLOAT32, 1]
+
+    def flag(self, turn: int, row: int) -> int:
+        """[clusters][state warps]: the one of a warp's rows."""
+        return self.flags_base + 4 * (STATE_WARPS * turn + row // 16)
+
+    def checkpoints(self, job: Job) -> list[tuple[int, int]]:
+        """(row, tokens of the segment or piece before it); offsets ascend."""
         if self.call.checkpoint is None or self.call.offsets is None:
             return []
-        row, begin, length = self.spans[sequence]
-        _, first, own = self.tokens(sequence, segment)
+        row, begin, length = self.spans[job.sequence]
+        _, first, own = self.tokens(job.sequence, self.part(job))
         found = []
         for index, offset in enumerate(self.call.offsets.values):
             tokens = offset - row * self.call.tokens - begin
             if 0 < tokens <= length and (tokens % CHUNK == 0 or tokens == length):
                 inside = tokens - (first - begin)
-                if 0 < inside <= own:  # the segment has the last token before it
+                if 0 < inside <= own:  # it has the last token before it
                     found.append((index, inside))
         return found
 
     def kept(self, job: Job, row: int, index: int, tokens: int) -> list[Event]:
         """How a chain leaves a checkpoint: at the end of a record or between two chunks."""
-        sequence, head, segment = job.name
         assert self.call.checkpoint is not None
-        state = self.call.checkpoint.state(index, head, row)
+        state = self.call.checkpoint.state(index, job.head, row)
         assert state is not None
         if tokens % self.record_tokens == 0 or tokens == job.tokens[2]:
             return [["run", records_of(tokens, self.record_tokens)], ["store", *state]]
         assert tokens % PAIR == CHUNK
         step = tokens // PAIR
-        middle = self.middles_base + MIDDLE_BYTES * self.place(sequence, segment, head, step)
+        middle = self.middles_base + MIDDLE_BYTES * self.place(job, step)
         assert middle + MIDDLE_BYTES <= self.carried_base
         return [["run", step], ["between", middle, *state]]
 
@@ -365,33 +407,49 @@ class Expected:
             events = [["load", *self.state(self.call.initial, job.sequence, job.head, row)]]
         else:
             events = [["identity", row] if which == "map" else ["load", None]]
-        events.append(["run", len(self.parts[job.sequence][job.segment])])
+        events.append(["run", len(self.part(job))])
         return [*events, ["store", *carried]]
+
+    def states(self, job: Job, row: int) -> tuple[Event, Event]:
+        """Where a chain's state comes from and where it is left."""
+        sequence, head, segment = job.name
+        initial = self.state(self.call.initial, sequence, head, row)
+        final = self.state(self.call.final, sequence, head, row)
+        if self.fused:
+            part, (records,) = self.part(job), self.parts[sequence]
+            return (
+                self.handed_on(job.turn - 1, row) if part.start > 0 else initial,
+                self.handed_on(job.turn, row) if part.stop < records.stop else final,
+            )
+        if self.segments > 1 and (segment == 0 or self.spans[sequence][2] == 0):
+            initial = self.carried(sequence, head, 0, "map", row)
+        elif segment > 0:
+            initial = self.carried(sequence, head, segment - 1, "state", row)
+        return initial, final if segment == self.segments - 1 else [None]
 
     def chain(self, job: Job, row: int, kept: bool = True) -> list[Event]:
         """With the checkpoints or without."""
-        sequence, head, segment = job.name
-        if self.segments == 1:
-            initial = self.state(self.call.initial, sequence, head, row)
-        elif segment == 0 or self.spans[sequence][2] == 0:
-            initial = self.carried(sequence, head, 0, "map", row)
-        else:
-            initial = self.carried(sequence, head, segment - 1, "state", row)
+        initial, final = self.states(job, row)
         events: list[Event] = [["load", *initial]]
-        for index, tokens in self.checkpoints(sequence, segment) if kept else []:
+        for index, tokens in self.checkpoints(job) if kept else []:
             events += self.kept(job, row, index, tokens)
-        events += [["run", len(self.parts[sequence][segment])], ["finish"]]
-        last = segment == self.segments - 1
-        final = self.state(self.call.final, sequence, head, row) if last else [None]
-        return [*events, ["store", *final]]
+        return [*events, ["run", len(self.part(job))], ["finish"], ["store", *final]]
 
 
 def check(
-    call: Call, result: dict[str, Any], path: str, segments: int = 1, exact: bool = True
+    call: Call,
+    result: dict[str, Any],
+    path: str,
+    segments: int = 1,
+    exact: bool = True,
+    clusters: int = 0,
 ) -> None:
-    """All launches; without ``exact`` offsets do not ascend, and only some are kept."""
-    expected = Expected(call, result, path, segments)
-    names = ["schedule"] * (call.bounds is not None)
+    """All launches; without ``exact`` offsets do not ascend, and only some are kept.
+
+    ``clusters``: of the GPU, for path ``fused``.
+    """
+    expected = Expected(call, result, path, segments, clusters)
+    names = ["schedule"] * (call.bounds is not None or expected.shared)
     if path == "fused":
         names.append("fused")
     else:
@@ -405,19 +463,26 @@ def check(
         assert launch["records"] == expected.records_base
         assert launch["middles"] == expected.middles_base
         assert launch["carried"] == expected.carried_base
-        if kernel == "combine":
+        assert launch["shares"] == expected.shares_base
+        assert launch["handed_on"] == expected.flags_base
+        assert launch["next_turn"] == expected.turn_base
+        if kernel == "schedule":
+            assert grid == (1, SCHEDULE_THREADS)
+            assert not expected.shared or launch["clusters"] == clusters
+            check_schedule(expected, launch)
+        elif kernel == "combine":
             assert grid == (chains * (DIM // COMBINE_ROWS), COMBINE_THREADS)
         elif kernel == "prepare_pairs":
             pairs = call.heads * record_room(call, PAIR)
             assert grid == (records_of(pairs, PAIRS_OF_CTA), 64 * PAIRS_OF_CTA)
             if launch["warps"]:
                 check_prepared(expected, launch)
-        elif kernel != "schedule":
+        else:
             assert launch["segments"] == segments
             assert launch["job_segments"] == segments - (kernel == "affine")
             assert launch["jobs"] == chains * launch["job_segments"]
             if kernel == "fused":
-                assert launch["threads"] == 32 * FUSED.all_warps
+                assert grid == (FUSED.cluster * expected.clusters, 32 * FUSED.all_warps)
                 check_fused(expected, launch, exact)
             else:
                 shape = WALKS[kernel]
@@ -435,6 +500,19 @@ def whole_records(expected: Expected) -> list[list[int]]:
         for row, begin, length in expected.spans
         for n in range(records_of(length, size))
     ]
+
+
+def check_schedule(expected: Expected, launch: dict[str, Any]) -> None:
+    call = expected.call
+    if call.bounds is None:
+        assert "starts" not in launch
+        return
+    assert launch["starts"] == call.bounds
+    assert launch["begins"] == expected.first
+    # The longest first, but for less than a quarter.
+    assert sorted(launch["order"]) == list(range(len(expected.spans)))
+    chunks = [records_of(expected.spans[n][2], CHUNK) for n in launch["order"]]
+    assert all(4 * later <= 5 * sooner for sooner, later in pairwise(chunks))
 
 
 def check_prepared(expected: Expected, launch: dict[str, Any]) -> None:
@@ -471,7 +549,7 @@ def check_prepared(expected: Expected, launch: dict[str, Any]) -> None:
 
 
 def check_job(expected: Expected, job: Job, row: int, has_values: bool) -> None:
-    tokens = expected.tokens(job.sequence, job.segment)
+    tokens = expected.tokens(job.sequence, expected.part(job))
     assert job.tokens == tokens
     assert job.has_values == has_values
     places = (tokens[0], tokens[1], job.head)
@@ -546,24 +624,26 @@ def ring_events(
 
 
 def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None:
-    shape, done = FUSED, []
-    warps = {(x["cta"], x["warp"]): x["events"] for x in launch["warps"]}
-    for cluster in range(launch["ctas"] // shape.cluster):
-        mine = {
-            (cta, warp): warps[shape.cluster * cluster + cta, warp]
-            for cta in range(shape.cluster)
-            for warp in range(shape.all_warps)
-            if (shape.cluster * cluster + cta, warp) in warps
-        }
-        jobs = jobs_of(mine[0, 0])
-        done += [job.name for job in jobs]
+    shape = FUSED
+    # Clusters in the order in which they began: that of their turns, if they take any.
+    clusters: dict[int, dict[tuple[int, int], list[Event]]] = {}
+    for x in launch["warps"]:
+        cluster, cta = divmod(x["cta"], shape.cluster)
+        clusters.setdefault(cluster, {})[cta, x["warp"]] = x["events"]
+    assert sorted(clusters) == list(range(expected.clusters))
+    assert launch["turns"] == [expected.clusters] * expected.shared
+    turns: list[list[Job]] = []
+    for turn, mine in enumerate(clusters.values()):
+        jobs = jobs_of(mine[0, 0], turn)
+        turns.append(jobs)
         for (cta, warp), events in mine.items():
             if warp >= shape.warps:
                 continue
             # Every warp of the chain has all jobs, in the same order, and rows of its own.
             row = 64 * cta + 16 * warp
-            own = jobs_of(events)
+            own = jobs_of(events, turn)
             assert [job.name for job in own] == [job.name for job in jobs]
+            assert [job.tokens for job in own] == [job.tokens for job in jobs]
             for job in own:
                 check_job(expected, job, row, has_values=True)
                 if exact:
@@ -572,9 +652,74 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
                     check_unordered(expected, job, row)
         if len(mine) == shape.cluster * shape.all_warps:
             check_walks(jobs, mine)
-    # Every job once, over all clusters.
-    sequences, heads = range(len(expected.spans)), range(expected.call.heads)
-    assert sorted(done) == [(sequence, head, 0) for sequence in sequences for head in heads]
+        else:
+            assert len(mine) == shape.cluster * shape.warps
+    if expected.shared:
+        check_shares(expected, turns)
+        for cta in range(shape.cluster):
+            for warp in range(shape.warps):
+                events_of_turns = [mine[cta, warp] for mine in clusters.values()]
+                check_flags(expected, turns, 64 * cta + 16 * warp, events_of_turns)
+    else:
+        assert [[job.name for job in jobs] for jobs in turns] == [
+            [(sequence, head, 0)] for sequence, head in expected.call.chains
+        ]
+
+
+def check_shares(expected: Expected, turns: list[list[Job]]) -> None:
+    """All chunks of all chains stand in a row that is cut into even shares."""
+    row = [job for jobs in turns for job in reversed(jobs)]
+    chains = [(name, list(jobs)) for name, jobs in groupby(row, key=lambda job: job.name)]
+    assert [name for name, _ in chains] == [(*chain, 0) for chain in expected.call.chains]
+    for (sequence, _, _), pieces in chains:
+        (records,), parts = expected.parts[sequence], [expected.part(job) for job in pieces]
+        assert [n for part in parts for n in (part.start, part.stop)] in (
+            [0, len(records)],
+            [0, parts[0].stop, parts[0].stop, len(records)],
+        )
+        if len(pieces) == 2:
+            assert all(parts)
+            # The first piece of a cluster and the last of the next one's.
+            first, second = pieces
+            assert second.turn == first.turn + 1
+            assert turns[first.turn][0] is first and turns[second.turn][-1] is second
+    # A part of all, or the longest chain. A cluster may have to take up a chain or begin one whose
+    # cost beside its chunks is the cluster's before.
+    costs = [CHAIN_COST + len(parts[0]) for parts in expected.parts]
+    part = -(-expected.call.heads * sum(costs) // expected.clusters)
+    for jobs in turns:
+        cost = sum(CHAIN_COST + len(expected.part(job)) for job in jobs)
+        assert cost <= max(part, *costs) + CHAIN_COST
+
+
+def check_flags(
+    expected: Expected, turns: list[list[Job]], row: int, events_of_turns: list[list[Event]]
+) -> None:
+    """Of the warps with the same rows: before a piece that is taken each waits for the flag that
+    the one of the turn before raises after its first piece, and before it waits itself."""
+    before_flag: list[list[str]] = []  # what the warp of each turn does
+    for turn, events in enumerate(events_of_turns):
+        outline = outline_of(events)
+        kinds = [kind for kind, _ in outline]
+        assert all(rest == [expected.flag(turn, row)] for kind, rest in outline if kind == "raise")
+        for n, (kind, rest) in enumerate(outline):
+            if kind == "wait":
+                assert rest == [expected.flag(turn - 1, row)]
+                assert before_flag[turn - 1] == ["job"]
+                assert kinds[n + 1 :].count("job") == 1
+        assert kinds.count("wait") == sum(expected.part(job).start > 0 for job in turns[turn])
+        before_flag.append(kinds[: kinds.index("raise")] if "raise" in kinds else [])
+
+
+def outline_of(events: list[Event]) -> list[tuple[str, list[int]]]:
+    """Pieces and flags, which no warp waits for or raises within a piece."""
+    outline: list[tuple[str, list[int]]] = []
+    for kind, *rest in events:
+        if kind in ("job", "wait", "raise"):
+            outline.append((kind, [] if kind == "job" else rest))
+        else:
+            assert outline[-1][0] == "job"
+    return outline
 
 
 def check_unordered(expected: Expected, job: Job, row: int) -> None:
@@ -582,8 +727,7 @@ def check_unordered(expected: Expected, job: Job, row: int) -> None:
     first, *middle = job.events
     kept, rest = middle[:-3], middle[-3:]
     assert [first, *rest] == expected.chain(job, row, kept=False)
-    sequence, _, segment = job.name
-    allowed = expected.checkpoints(sequence, segment)
+    allowed = expected.checkpoints(job)
     done = 0
     for found in zip(kept[::2], kept[1::2], strict=True):
         index = [x for x in allowed if expected.kept(job, row, *x) == list(found)]
@@ -602,8 +746,6 @@ def check_walks(jobs: list[Job], mine: dict[tuple[int, int], list[Event]]) -> No
         for row, begin, length in [job.tokens]
         for n in range(records_of(length, CHUNK))
     ]
-    # A group's gate depends on the head: which chunks of a walk are the first of another job.
-    job_of = [n for n, job in enumerate(jobs) for _ in range(records_of(job.tokens[2], CHUNK))]
     makers = [
         [(cta, [shape.warps + solver]) for solver in range(shape.solvers) for cta in (0, 1)],
         [
@@ -620,13 +762,10 @@ def check_walks(jobs: list[Job], mine: dict[tuple[int, int], list[Event]]) -> No
             indices = [event[1] for event in walks[0]]
             assert indices == sorted(indices)
             seen += indices
-            before = -1
-            for name, index, stage, turn, head, row, begin, length, new_job in walks[0]:
+            for name, index, stage, turn, head, row, begin, length in walks[0]:
                 assert [name, head, row, begin, length] == every[index]
                 assert (turn, stage) == divmod(index, shape.stages)
                 assert index % shape.cluster == cta
-                assert new_job == (job_of[index] != before)
-                before = job_of[index]
         assert sorted(seen) == list(range(len(every)))
 
 
@@ -636,8 +775,8 @@ def forced(program: Path, call: Call, segments: int, exact: bool = True) -> None
 
 
 def fused(program: Path, call: Call, clusters: int, exact: bool = True) -> None:
-    result = json.loads(run(program, call, "fused", clusters=clusters))
-    check(call, result, "fused", exact=exact)
+    result = json.loads(run(program, call, "fused", sms=2 * clusters))
+    check(call, result, "fused", exact=exact, clusters=clusters)
 
 
 lengths = st.sampled_from((0, 0, 1, 15, 16, 17, 32, 48)) | st.integers(0, 400)
@@ -720,6 +859,48 @@ def test_any_clusters(program: Path, call: Call, clusters: int) -> None:
     fused(program, call, clusters)
 
 
+@st.composite
+def shared_calls(draw: st.DrawFn) -> Call:
+    """Many chains, most of them of the same length or hardly any."""
+    heads = draw(st.integers(1, 12))
+    if draw(st.booleans()):
+        tokens = draw(st.sampled_from((0, 1, 16, 17, 100, 700)) | st.integers(0, 300))
+        return Call(heads, draw(st.integers(1, 120 // heads)), tokens)
+    usual = st.just(draw(st.sampled_from((0, 1, 16, 40, 200))))
+    several = st.sampled_from((usual, usual | st.just(0), usual | st.integers(0, 3000)))
+    parts = draw(st.lists(draw(several), min_size=1, max_size=120 // heads))
+    bounds = np.cumsum([draw(st.sampled_from((0, 7))), *parts]).tolist()
+    return Call(heads, 1, bounds[-1], bounds)
+
+
+@settings(max_examples=200, deadline=None)
+@given(call=shared_calls(), clusters=st.integers(1, 24) | st.integers(1, 80))
+def test_any_shares(program: Path, call: Call, clusters: int) -> None:
+    ends = {row * call.tokens + begin + length for row, begin, length in call.spans}
+    offsets = sorted({*ends, *range(0, call.batch * call.tokens, 6 * CHUNK)})
+    call = replace(
+        call,
+        initial=Pool(2**41, len(call.spans)),
+        final=Pool(2**42, len(call.spans), BFLOAT16),
+        offsets=Integers(offsets),
+        checkpoint=Pool(2**43, len(offsets)),
+    )
+    result = json.loads(run(program, call, "fused", sms=2 * clusters, mode=LIST_CHAINS))
+    check(call, result, "fused", clusters=min(clusters, MOST_CLUSTERS))
+
+
+def test_shares_of_thousands(program: Path) -> None:
+    """More sequences than the schedule has threads, and the longest among the later ones."""
+    generator = random.Random(3)
+    lengths = [generator.choice((0, 0, 1, 5, 16, 33, 90)) for _ in range(2500)]
+    for longest in (0, 900, 5000):
+        lengths[1700] = longest
+        bounds = np.cumsum([0, *lengths]).tolist()
+        call = Call(1, 1, bounds[-1], bounds, Pool(2**41, 2500), Pool(2**42, 2500))
+        result = json.loads(run(program, call, "fused", sms=132, mode=LIST_CHAINS))
+        check(call, result, "fused", clusters=66)
+
+
 @settings(max_examples=60, deadline=None)
 @given(call=calls(ascending=False), segments=segments_counts, clusters=cluster_counts)
 def test_offsets_in_any_order(program: Path, call: Call, segments: int, clusters: int) -> None:
@@ -751,7 +932,8 @@ def check_all_kept(call: Call, result: dict[str, Any]) -> None:
         event[place[event[0]]]
         for warp in result["launches"][-1]["warps"]
         for event in warp["events"]
-        if event[0] in place and event[place[event[0]] + 1] and event[place[event[0]]] >= 2**43
+        if event[0] in place and event[place[event[0]] + 1]
+        if 2**43 <= event[place[event[0]]] < V
     ]
     rows = range(0, DIM, 16)
     pool, offsets = call.checkpoint, call.offsets
@@ -772,8 +954,8 @@ def test_many_checkpoints_of_segments(program: Path, segments: int) -> None:
 @pytest.mark.parametrize("clusters", [1, 2, 7, 66])
 def test_many_checkpoints_of_clusters(program: Path, clusters: int) -> None:
     call = many_checkpoints()
-    result = json.loads(run(program, call, "fused", clusters=clusters))
-    check(call, result, "fused")
+    result = json.loads(run(program, call, "fused", sms=2 * clusters))
+    check(call, result, "fused", clusters=clusters)
     check_all_kept(call, result)
 
 
@@ -830,9 +1012,10 @@ def test_planned(program: Path, call: Call, sms: int) -> None:
     assert result["workspace_bytes"] == size
 
     result = json.loads(run(program, call, "fused", sms))
-    check(call, result, "fused")
-    assert result["workspace_bytes"] == schedule
-    assert result["launches"][-1]["ctas"] == 2 * min(chains, sms // 2)
+    clusters = sms // 2
+    check(call, result, "fused", clusters=clusters)
+    carried = share_bytes(clusters) + clusters * STATE_BYTES
+    assert result["workspace_bytes"] == schedule + carried * (chains > clusters)
 
 
 @pytest.mark.parametrize(
@@ -865,7 +1048,28 @@ def test_most_tokens(program: Path, call: Call, sms: int) -> None:
         segments = result["launches"][-1]["segments"]
         assert segments == sms // 2 // len(call.spans)
         check(kept, result, "segments", segments)
-        check(kept, json.loads(run(program, kept, "fused", sms, mode=LIST_CHAINS)), "fused")
+        result = json.loads(run(program, kept, "fused", sms, mode=LIST_CHAINS))
+        check(kept, result, "fused", clusters=sms // 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(16, 1, LARGEST),
+        Call(5, 3, LARGEST // 3),
+        Call(16, 1, LARGEST, [0, LARGEST]),
+        Call(7, 1, LARGEST, [LARGEST - 10**9 - 5, LARGEST - 5, LARGEST - 5, LARGEST]),
+    ],
+    ids=["one", "rows", "one packed", "packed"],
+)
+@pytest.mark.parametrize("clusters", [1, 2, 3, 7, 14])
+def test_most_tokens_shared(program: Path, call: Call, clusters: int) -> None:
+    """No sum overflows, as above."""
+    ends = [row * call.tokens + begin + length for row, begin, length in call.spans]
+    call = replace(call, offsets=Integers(sorted(ends)), checkpoint=Pool(2**43, len(ends)))
+    result = json.loads(run(program, call, "fused", sms=2 * clusters, mode=LIST_CHAINS))
+    check(call, result, "fused", clusters=clusters)
+    assert result["launches"][-1]["shares"] != 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -879,8 +1083,8 @@ def test_count_at_most(program: Path, entries: list[int], values: list[int]) -> 
     entries.sort()
     values += [x + y for x in entries[:: 1 + len(entries) // 20] for y in (-1, 0, 1)]
     args = bytes(abi.ARGS.size)
-    arrays = [np.array(x, np.int64).tobytes() for x in (values, entries, [], [], [], [])]
-    printed = execute(program, COUNT, (0, 0, 0, 0), args, *arrays)
+    arrays = [np.array(x, np.int64).tobytes() for x in (values, entries, [], [], [])]
+    printed = execute(program, COUNT, (0, 0, 0), args, *arrays)
     found = json.loads(printed) if values else []
     assert found == [bisect.bisect_right(entries, x) for x in values]
 
@@ -909,10 +1113,16 @@ def test_walks_are_those_of_the_kernels(name: str) -> None:
     same_in_kernels(f"sm90/{name}.cuh", r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;")
 
 
-def same_in_kernels(file: str, *parts: str) -> None:
+def test_clusters_of_their_own_have_their_own_numbers() -> None:
+    """The turn is read by assembly, so that function stands in program.cpp."""
+    own_number = r"if \(p\.shares == nullptr\) return [^;]*;"
+    same_in_kernels("sm90/fused.cuh", own_number, stand_in="program.cpp")
+
+
+def same_in_kernels(file: str, *parts: str, stand_in: str | None = None) -> None:
     if not CSRC.is_dir():
         pytest.skip("needs the sources of the kernels")
-    texts = [(folder / file).read_text() for folder in (CSRC, STAND_INS)]
+    texts = [(CSRC / file).read_text(), (STAND_INS / (stand_in or file)).read_text()]
     for part in parts:
         first, second = (re.findall(part, text, re.DOTALL) for text in texts)
         assert first == second and len(first) == 1

@@ -7,6 +7,7 @@
 #include "chunk/slice.cuh"
 #include "chunk/state_io.cuh"
 #include "chunk/warp_memory.cuh"
+#include "common/ptx.cuh"
 #include "common/tile.cuh"
 
 namespace flash_kda {

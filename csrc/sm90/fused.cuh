@@ -70,9 +70,9 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
 }
 
 // What was left of the first piece may be read: nobody but those who wait for it asks whether it is
-// to be. Called before the second piece and not behind the first: there the compiler would take
-// nothing of the loop to be the same in all lanes any more, and a step costs it 80 instructions
-// more.
+// to be. A piece that is handed on is never its cluster's only one. Called before the second piece
+// and not behind the first: there the compiler would take nothing of the loop to be the same in all
+// lanes any more, and a step would take 80 instructions more.
 __device__ __forceinline__ void hand_on(const ForwardParams& p, int flag, int lane) {
   __syncwarp();  // all lanes have left their rows
   raise_flag(&p.handed_on[flag], lane == 0);
@@ -98,7 +98,6 @@ __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>&
       }
       run_sequence(p, chain, piece, first_row, lane);
     }
-    if (p.shares != nullptr) hand_on(p, flag_of_turn, lane);
   });
 }
 

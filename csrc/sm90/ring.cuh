@@ -5,6 +5,7 @@
 
 #include "chunk/chain.cuh"
 #include "chunk/record_ring.cuh"
+#include "common/ptx.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda::sm90 {

@@ -1,10 +1,11 @@
-// Device code on the host: the threads of a warp (or of a CTA) run in turns on stacks of their own,
-// each up to the next intrinsic that concerns them all, where all must meet. What they do is
-// recorded for each of them.
+// Device code on the host: the threads of a warp run in turns on stacks of their own, each up to
+// the next intrinsic that concerns them all, where all must meet; the warps of a CTA up to where
+// all of them must. What they do is recorded for each of them.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -37,15 +38,17 @@ enum Event : int64_t {
   kFinish,
   kChunk,
   kFetch,
+  kWait,
   kAwait,
   kCopy,
-  kLeave
+  kLeave,
+  kRaise
 };
-enum Meeting { kShuffle, kBallot, kSyncThreads };
+enum Meeting { kShuffle, kBallot, kSyncWarp, kSyncThreads };
 
 class Threads {
  public:
-  static constexpr int kMost = 512;
+  static constexpr int kMost = 1024;
   using Events = std::vector<std::vector<int64_t>>;
 
   // Calls body() in `count` threads, from number `first` of the CTA on.
@@ -57,54 +60,93 @@ class Threads {
       getcontext(&thread.context);
       thread.context.uc_stack.ss_sp = thread.stack.get();
       thread.context.uc_stack.ss_size = kStackBytes;
-      thread.context.uc_link = &turns_;
+      thread.context.uc_link = &main_;
       makecontext(&thread.context, &Threads::enter, 0);
-      thread.done = false;
+      thread.done = thread.waited = thread.stores = false;
       thread.events.clear();
     }
     do {
-      for (current_ = 0; current_ < count; ++current_) {
-        threadIdx.x = static_cast<unsigned>(first + current_);
-        swapcontext(&turns_, &threads_[current_].context);
+      for (int warp = 0; warp < count; warp += kWarp) {
+        const int size = std::min(kWarp, count - warp);
+        do {
+          run_warp(first, warp, size);
+        } while (!threads_[warp].done && threads_[warp].meeting != kSyncThreads);
+        if (threads_[warp].done != threads_[0].done) fail("some warps end while others wait");
       }
-      for (int i = 1; i < count; ++i) {
-        if (threads_[i].done != threads_[0].done) fail("some threads end while others wait");
-        if (!threads_[0].done && threads_[i].meeting != threads_[0].meeting)
-          fail("threads wait for different meetings");
-      }
-      std::swap(coming_, met_);
     } while (!threads_[0].done);
   }
 
-  // What every thread has brought.
+  // What every thread of the warp has brought.
   const int64_t* meet(Meeting meeting, int64_t value) {
-    coming_[current_] = value;
+    const int warp = current_ / kWarp * kWarp;
+    int64_t* const brought = values_[round_] + warp;
+    brought[current_ - warp] = value;
     threads_[current_].meeting = meeting;
-    swapcontext(&threads_[current_].context, &turns_);
-    return met_;
+    if (meeting == kSyncWarp || meeting == kSyncThreads) threads_[current_].stores = false;
+    swapcontext(&threads_[current_].context, &main_);
+    return brought;
+  }
+  int lane() const { return current_ % kWarp; }
+
+  void wait_for_previous_launch() { threads_[current_].waited = true; }
+  // Before anything is done that depends on it.
+  template <class Params>
+  void check_that_schedule_is_there(const Params& p) const {
+    if ((p.cu_seqlens != nullptr || p.shares != nullptr) && !threads_[current_].waited)
+      fail("does not wait for the schedule");
   }
 
-  void record(std::vector<int64_t> event) { threads_[current_].events.push_back(std::move(event)); }
+  // Before other warps are told that states are there. A shuffle orders nothing.
+  void check_that_stores_are_ordered() const {
+    const int warp = current_ / kWarp * kWarp;
+    for (int i = 0; i < kWarp; ++i) {
+      if (threads_[warp + i].stores) fail("some lanes may not have stored their rows");
+    }
+  }
+
+  void record(std::vector<int64_t> event) {
+    Thread& thread = threads_[current_];
+    thread.stores |= event[0] == kStore;
+    thread.events.push_back(std::move(event));
+  }
   const Events& events(int thread) const { return threads_[thread].events; }
 
  private:
+  static constexpr int kWarp = 32;
   static constexpr size_t kStackBytes = 64 * 1024;
   struct Thread {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    bool done;
+    bool done, waited;
+    bool stores;  // since it last synchronized
     Meeting meeting;
     Events events;
   };
 
   static void enter();
 
+  // Up to the next meeting. What is brought to the one after it must not replace what was brought
+  // to this one, which others are still to read.
+  void run_warp(int first, int warp, int size) {
+    round_ ^= 1;
+    for (current_ = warp; current_ < warp + size; ++current_) {
+      threadIdx.x = static_cast<unsigned>(first + current_);
+      swapcontext(&main_, &threads_[current_].context);
+    }
+    const Thread& leader = threads_[warp];
+    for (int i = warp + 1; i < warp + size; ++i) {
+      if (threads_[i].done != leader.done) fail("some threads end while others wait");
+      if (!leader.done && threads_[i].meeting != leader.meeting)
+        fail("threads wait for different meetings");
+    }
+  }
+
   Thread threads_[kMost];
-  ucontext_t turns_;
+  ucontext_t main_;
   std::function<void()> body_;
   int current_ = 0;
+  int round_ = 0;
   int64_t values_[2][kMost];
-  int64_t *coming_ = values_[0], *met_ = values_[1];
 };
 
 inline Threads threads;
@@ -129,7 +171,8 @@ inline int64_t address(const void* pointer) { return reinterpret_cast<int64_t>(p
 #define __forceinline__ inline
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// Of the headers that are not replaced only cluster_sync() has assembly: asm volatile(...).
+// Of the headers that are not replaced two functions of sm90/fused.cuh have assembly, asm
+// volatile(...): one that synchronizes, and one that program.cpp has a stand-in for.
 #define asm
 #define volatile(...)
 
@@ -145,9 +188,28 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate) {
   for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(met[lane]) << lane;
   return votes;
 }
-inline void __syncwarp() {}
+inline bool __all_sync(unsigned mask, bool predicate) {
+  return __ballot_sync(mask, predicate) == 0xffffffffu;
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int distance) {
+  if (mask != 0xffffffffu || distance < 0 || distance > 31)
+    device::fail("__shfl_up_sync of other lanes");
+  const int lane = device::threads.lane();
+  const int64_t* const met = device::threads.meet(device::kShuffle, value);
+  return static_cast<T>(met[lane < distance ? lane : lane - distance]);
+}
+inline void __syncwarp() { device::threads.meet(device::kSyncWarp, 0); }
 inline void __syncthreads() { device::threads.meet(device::kSyncThreads, 0); }
+inline void __nanosleep(unsigned) { device::fail("waits for what nobody has done before"); }
+inline int atomicAdd(int* place, int value) {
+  *place += value;
+  return *place - value;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return __builtin_clz(static_cast<unsigned>(x)); }
 
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }

@@ -2,7 +2,7 @@
 // prints what every warp is given to do. The launcher, the kernels' outlines and their index
 // arithmetic are those of csrc; what computes, copies and waits is replaced (the other files here).
 //
-// Reads a Request, the call's arguments and six arrays, each after its size in bytes.
+// Reads a Request, the call's arguments and five arrays, each after its size in bytes.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -18,6 +18,7 @@
 
 // Last: it makes some words of the language macros.
 #include "device.h"
+#include "portable/schedule.cuh"
 #include "sm90/fused.cuh"
 #include "sm90/prepare_pairs.cuh"
 #include "sm90/segments.cuh"
@@ -33,7 +34,6 @@ struct Request {
   host::Path path;
   int32_t sm_count;
   int32_t segments;  // 0: as the plan says
-  int32_t clusters;  // of the fused kernel; 0: as the plan says
 };
 
 // Memory that ends where reading it would end the program.
@@ -98,12 +98,8 @@ CUresult record_launch(const CUlaunchConfig* config, CUfunction function, void**
 
 CUfunction function(Kernel kernel) { return reinterpret_cast<CUfunction>(kernel); }
 
-// The launches for another number of segments or clusters, as the launcher would do them.
+// The launches for another number of segments, as the launcher would do them.
 void cut_otherwise(const Request& request) {
-  if (request.path == host::kPathFused) {
-    launches.back().ctas = static_cast<unsigned>(kFused.cluster * request.clusters);
-    return;
-  }
   ForwardParams params = launches.back().params;
   while (!launches.empty() && launches.back().kernel > kPrepareKernel) launches.pop_back();
   const int chains = params.sequences * params.heads;
@@ -122,9 +118,9 @@ void cut_otherwise(const Request& request) {
 }
 
 void print_events(const device::Threads::Events& events) {
-  static constexpr const char* kEvents[] = {"job",   "load",    "identity", "run",
-                                            "store", "between", "finish",   "chunk",
-                                            "fetch", "await",   "copy",     "leave"};
+  static constexpr const char* kEvents[] = {"job",     "load",   "identity", "run",   "store",
+                                            "between", "finish", "chunk",    "fetch", "wait",
+                                            "await",   "copy",   "leave",    "raise"};
   const char* separator = "";
   for (const std::vector<int64_t>& event : events) {
     std::printf("%s[\"%s\"", separator, kEvents[event[0]]);
@@ -144,12 +140,20 @@ device::Threads::Events in_common(const device::Threads::Events& events) {
   return common;
 }
 
+// Clusters that take turns come from the last one to the first: their turns are not their numbers.
+unsigned nth_cta(const Launch& launch, unsigned n) {
+  if (launch.kernel != kFusedKernel || launch.params.shares == nullptr) return n;
+  const unsigned place = n % kFused.cluster;
+  return launch.ctas - kFused.cluster - (n - place) + place;
+}
+
 // All warps of all CTAs, one after the other.
 template <class Body>
 void print_warps(const Launch& launch, int warps, Body body) {
   const char* separator = "";
   gridDim.x = launch.ctas;
-  for (blockIdx.x = 0; blockIdx.x < launch.ctas; ++blockIdx.x) {
+  for (unsigned n = 0; n < launch.ctas; ++n) {
+    blockIdx.x = nth_cta(launch, n);
     for (int warp = 0; warp < warps; ++warp) {
       device::threads.run(32, 32 * warp, body);
       const device::Threads::Events common = in_common(device::threads.events(0));
@@ -180,6 +184,16 @@ void print_ring() {
               static_cast<long long>(device::address(smem.empty)), sizeof smem.full[0]);
 }
 
+// What the schedule leaves.
+std::vector<int> scheduled;
+
+template <class Integers>
+void print_integers(const char* name, const Integers* values, int64_t count) {
+  std::printf("],\"%s\":[", name);
+  for (int64_t i = 0; i < count; ++i)
+    std::printf("%s%lld", i == 0 ? "" : ",", static_cast<long long>(values[i]));
+}
+
 // The marks of the first chunks of pairs, which fill what is kept of them; 0: nothing is.
 void print_marks(const ForwardParams& p, int64_t count) {
   constexpr int kWords = MiddleRecord::kBytes / static_cast<int>(sizeof(float));
@@ -195,13 +209,21 @@ void print_launch(const Launch& launch, bool all, int64_t pairs) {
   const ForwardParams& p = launch.params;
   std::printf(
       "{\"kernel\":\"%s\",\"ctas\":%u,\"threads\":%u,\"segments\":%d,\"job_segments\":%d,"
-      "\"jobs\":%lld,\"records\":%lld,\"middles\":%lld,\"carried\":%lld,\"warps\":[",
+      "\"jobs\":%lld,\"records\":%lld,\"middles\":%lld,\"carried\":%lld,\"clusters\":%d,"
+      "\"shares\":%lld,\"handed_on\":%lld,\"next_turn\":%lld,\"warps\":[",
       kNames[launch.kernel], launch.ctas, launch.threads, p.segments, p.job_segments, p.jobs,
       static_cast<long long>(device::address(p.records)),
       static_cast<long long>(device::address(p.middles)),
-      static_cast<long long>(device::address(p.carried)));
+      static_cast<long long>(device::address(p.carried)), p.clusters,
+      static_cast<long long>(device::address(p.shares)),
+      static_cast<long long>(device::address(p.handed_on)),
+      static_cast<long long>(device::address(p.next_turn)));
   const int warps = static_cast<int>(launch.threads) / 32;
-  if (launch.kernel == kPrepareKernel && all) {
+  if (launch.kernel == kSchedule && p.cu_seqlens != nullptr) {
+    print_integers("starts", p.sequence_start, p.sequences + 1);
+    print_integers("begins", p.record_begin, p.sequences + 1);
+    print_integers("order", scheduled.data(), p.sequences);
+  } else if (launch.kernel == kPrepareKernel && all) {
     print_warps(launch, warps, [&] { sm90::prepare_pairs(p, prepare_smem); });
     std::printf("],\"smem\":[%lld,%zu],\"marks\":[",
                 static_cast<long long>(device::address(prepare_smem.pair)),
@@ -216,6 +238,7 @@ void print_launch(const Launch& launch, bool all, int64_t pairs) {
     print_ring<kWalk>();
   } else if (launch.kernel == kFusedKernel) {
     print_warps(launch, all ? warps : kFused.warps, [&] { sm90::fused<kFused>(p, fused_smem); });
+    print_integers("turns", p.next_turn, p.shares == nullptr ? 0 : 1);
   }
   std::printf("]}");
 }
@@ -266,7 +289,36 @@ void print_counts(const Guarded& entries, const Guarded& values) {
   std::printf("]");
 }
 
+// The schedule, in a workspace that holds anything before, and then another order: any is allowed.
+void run_schedule(const ForwardParams& p, const Guarded& order) {
+  for (const Launch& launch : launches) {
+    if (launch.kernel != kSchedule) continue;
+    device::threads.run(static_cast<int>(launch.threads), 0,
+                        [&] { portable::schedule(launch.params); });
+  }
+  if (p.shares != nullptr) {
+    const auto raised = [](int flag) { return flag != 0; };
+    if (std::any_of(p.handed_on, p.handed_on + p.clusters * kStateWarps, raised))
+      device::fail("a flag that is raised beforehand");
+  }
+  if (p.cu_seqlens == nullptr) return;
+  scheduled.assign(p.sequence_order, p.sequence_order + p.sequences);
+  std::memcpy(p.sequence_order, order.data(), order.bytes());
+}
+
 }  // namespace
+
+namespace flash_kda::sm90 {
+
+// All CTAs have the same shared memory here, the cluster's first one, too.
+template <>
+int turn_of_cluster<kFused>(const ForwardParams& p, const FusedSmem<kFused>& smem) {
+  constexpr const FusedShape& kShape = kFused;
+  if (p.shares == nullptr) return blockIdx.x / kShape.cluster;
+  return smem.turn;
+}
+
+}  // namespace flash_kda::sm90
 
 namespace flash_kda::host {
 
@@ -290,8 +342,7 @@ int main() {
   read_bytes(&request, sizeof request);
   read_bytes(&args, sizeof args);
   const Guarded indices = read_array(), offsets = read_array();
-  const Guarded start = read_array(), record_begin = read_array(), order = read_array();
-  const Guarded carried = read_array();
+  const Guarded bounds = read_array(), order = read_array(), carried = read_array();
   if (request.mode == kCount) {
     print_counts(offsets, indices);
     return 0;
@@ -318,6 +369,9 @@ int main() {
     const Guarded workspace(static_cast<size_t>(needed));
     args.workspace = workspace.address();
     args.workspace_bytes = needed;
+    std::memset(workspace.data(), 0xa5,
+                static_cast<size_t>(plan.schedule_bytes + plan.share_bytes));
+    args.cu_seqlens = bounds.address();
     args.state_indices = indices.address();
     args.checkpoint_offsets = offsets.address();
     args.path = request.path;
@@ -325,12 +379,8 @@ int main() {
     host::launch_forward(module, args);
     if (launches.empty()) return;
     const ForwardParams& p = launches.back().params;
-    if (args.cu_seqlens != 0) {  // what the schedule leaves
-      std::memcpy(p.sequence_start, start.data(), start.bytes());
-      std::memcpy(p.record_begin, record_begin.data(), record_begin.bytes());
-      std::memcpy(p.sequence_order, order.data(), order.bytes());
-    }
-    if (request.segments > 0 || request.clusters > 0) cut_otherwise(request);
+    run_schedule(p, order);
+    if (request.segments > 0) cut_otherwise(request);
 
     if (request.mode == kCombine) {
       std::memcpy(launches.back().params.carried, carried.data(), carried.bytes());

@@ -4,20 +4,9 @@
 #include "chunk/record_ring.cuh"
 #include "chunk/slice.cuh"
 #include "chunk/warp_memory.cuh"
+#include "common/ptx.cuh"
 
 namespace flash_kda {
-
-inline void wait_for_previous_launch() {}
-inline void allow_next_launch() {}
-
-inline void bulk_load(void* shared, const void* global, unsigned bytes,
-                      unsigned long long* barrier) {
-  if (device::expected.barrier != barrier || device::expected.bytes < bytes)
-    device::fail("a copy that its barrier does not expect");
-  device::expected.bytes -= bytes;
-  device::threads.record({device::kCopy, device::address(shared), device::address(global), bytes,
-                          device::address(barrier)});
-}
 
 constexpr int kStateTiles = 1;
 using State = float[1][kStateTiles][4];
@@ -43,6 +32,7 @@ class Chain {
   Chain(const ForwardParams& p, const Ring&, Memory&) : p_(p) {}
 
   void begin(const ChainSlice& slice, int first_row, bool has_values) {
+    device::threads.check_that_schedule_is_there(p_);
     const TokenRange& tokens = slice.range.tokens;
     steps_ = records_of(tokens.length, kTokens);
     done_ = 0;

@@ -33,15 +33,9 @@ void fetch_chunk(const ForwardParams& p, unsigned char* rows, const TokenRange& 
   device::threads.record(
       {device::kFetch, device::address(rows), head, tokens.batch, tokens.begin, tokens.length});
 }
-inline void bulk_store(void* global, const void* shared, unsigned bytes) {
-  device::threads.record({device::kLeave, device::address(global), device::address(shared), bytes});
-}
 
 inline unsigned load_raw_beta(const ForwardParams&, const TokenRange&, int, int) { return 0; }
 inline float beta_of(const ForwardParams&, unsigned, int, int) { return 0; }
-inline void copy_async_wait_all() {}
-inline void fence_async_shared() {}
-inline void bulk_store_wait_read() {}
 
 template <int kChannels>
 struct Gate {
@@ -60,7 +54,6 @@ inline uint2 pack(const float (&x)[4]) {
   std::memcpy(&bits, x, sizeof bits);
   return bits;
 }
-inline unsigned pack_bf16(float, float) { return 0; }
 
 template <class Layout>
 void decay_rows(float, const unsigned char*, const LanePieces<Layout>&, const Gate<4>&, int,

@@ -1,6 +1,7 @@
 // Stands in for the warps that make images: records the chunks they would make.
 #pragma once
 
+#include "chunk/norms.cuh"
 #include "sm90/walk.h"
 
 namespace flash_kda::sm90 {
@@ -8,13 +9,14 @@ namespace flash_kda::sm90 {
 template <const FusedShape& kShape>
 class RowsWarp {
  public:
-  RowsWarp(const ForwardParams& p, FusedSmem<kShape>&, int cta, int group, int, int)
-      : walk_(p, cta + kShape.cluster * group) {}
+  RowsWarp(const ForwardParams& p, FusedSmem<kShape>&, int turn, int cta, int group, int, int)
+      : p_(p), walk_(p, turn, cta + kShape.cluster * group) {}
 
-  void run() { record_walk(walk_); }
+  void run() { record_walk(p_, walk_); }
 
  private:
-  ChunkWalk<kShape.cluster, kShape.cluster * kShape.groups, kShape.stages> walk_;
+  const ForwardParams& p_;
+  ChunkWalk<kShape.cluster * kShape.groups, kShape.stages> walk_;
 };
 
 }  // namespace flash_kda::sm90

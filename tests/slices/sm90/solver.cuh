@@ -8,13 +8,14 @@ namespace flash_kda::sm90 {
 template <const FusedShape& kShape>
 class SolverWarp {
  public:
-  SolverWarp(const ForwardParams& p, FusedSmem<kShape>&, int cta, int solver, int)
-      : walk_(p, cta + kShape.cluster * solver) {}
+  SolverWarp(const ForwardParams& p, FusedSmem<kShape>&, int turn, int cta, int solver, int)
+      : p_(p), walk_(p, turn, cta + kShape.cluster * solver) {}
 
-  void run() { record_walk(walk_); }
+  void run() { record_walk(p_, walk_); }
 
  private:
-  ChunkWalk<kShape.cluster, kShape.cluster * kShape.solvers, kShape.stages> walk_;
+  const ForwardParams& p_;
+  ChunkWalk<kShape.cluster * kShape.solvers, kShape.stages> walk_;
 };
 
 }  // namespace flash_kda::sm90
