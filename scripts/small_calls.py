@@ -3,7 +3,7 @@
 For compute-sanitizer, under which larger ones take too long:
 
     compute-sanitizer --tool memcheck python scripts/small_calls.py [PATH ...]
-    compute-sanitizer --tool initcheck python scripts/small_calls.py --lengths 4000,7 portable_v64
+    compute-sanitizer --tool memcheck python scripts/small_calls.py --lengths 4000,7 fused
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ sys.path[1:1] = [str(ROOT / "tests")]
 import cases  # noqa: E402
 import paths  # noqa: E402
 
+import flash_kda  # noqa: E402
+
+HEADS = 2
 PACKED = (40, 0, 1, 33, 250)
 """The last has more chunks than any kernel's ring of stages, so that stages are filled again."""
 CUT = (4000, 7)
@@ -32,12 +35,19 @@ def check(name: str | None, lengths: Sequence[int], device: torch.device) -> Non
     """Call on a path, or on the chosen one; AssertionError if it is not accurate."""
     case = cases.make_case(
         cases.Random(str(name), device),
-        heads=2,
+        heads=HEADS,
         lengths=lengths,
         initial_state=torch.float32,
     )
     with paths.forced(name):
-        out, state = cases.forward(case)
+        # Poisoned, so that whatever is read of it unwritten spoils the results. initcheck alone
+        # does not do: it reports records as unwritten that bulk stores have left
+        # (docs/testing.md).
+        workspace = None
+        if device.type == "cuda":
+            size = flash_kda.workspace_size(sum(lengths), HEADS, len(lengths), device)
+            workspace = cases.poisoned(size, dtype=torch.uint8, device=device)
+        out, state = cases.forward(case, workspace=workspace)
     # The reference is thousands of small kernels: under a sanitizer, not on the GPU.
     host = case.but(**{key: x.cpu() for key, x in case.tensors().items()})
     cases.assert_accurate(host, out.cpu(), state.cpu())
@@ -59,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The reference takes thousands of small steps, in which threads wait for each other.
     torch.set_num_threads(1)
     for name in arguments.paths or paths.kernel_paths(device):
-        lengths = CUT if name == "segments" else PACKED
+        lengths: Sequence[int] = CUT if name == "segments" else PACKED
         if arguments.lengths:
             lengths = tuple(map(int, arguments.lengths.split(",")))
         check(name, lengths, device)
