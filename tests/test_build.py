@@ -18,7 +18,7 @@ import pytest
 from build_support import backend, copy_sources
 
 from build_tools import assemble, cache, compile, cutlass, launcher, ptxas_log, toolkit
-from build_tools.common import CSRC, BuildError, csrc_hash, hash_bytes, package_module
+from build_tools.common import CSRC, ROOT, BuildError, csrc_hash, hash_bytes, package_module
 
 TARGETS = ("90a", "100a")
 EM_CUDA = 190
@@ -187,6 +187,24 @@ def test_every_target_with_every_compiler(cuda: str) -> None:
     )
     assert [cubin.target for cubin in made] == list(known)
     assert all(cubin.kernels for cubin in made)
+
+
+@needs_compiler
+def test_variant_for_racecheck(tmp_path: Path) -> None:
+    """As docs/testing.md makes it: every kernel compiles, and those with rings differ."""
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("sed -i "))
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
+    environ = build_support.environment()
+    store = cache.directory(environ)
+    made = [
+        compile.compile_targets(("90a",), csrc=csrc, cache_dir=store)[0]
+        for csrc in (CSRC, tmp_path / "csrc")
+    ]
+    names = [[kernel.name for kernel in cubin.kernels] for cubin in made]
+    assert names[0] == names[1]
+    assert made[0].data != made[1].data
 
 
 # Which targets

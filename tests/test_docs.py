@@ -42,6 +42,8 @@ ELSEWHERE = {
     "python scripts/fuzz.py --seconds 60 --seed 7 --device cpu": "the same",
     "python scripts/fuzz.py --seconds 300 --path portable_v64 --largest 10000": "the same",
     "python scripts/bench.py": "minutes on a GPU; test_bench runs parts of it",
+    "sed -i '1i #define FLASH_KDA_EVERY_LANE_ARRIVES' csrc/common/ptx.cuh": "test_build runs it",
+    "compute-sanitizer --tool racecheck python scripts/small_calls.py": "needs a GPU",
     "bash scripts/setup_clangd.sh": "writes into the checkout; test_scripts runs what it refuses",
     "bash tests/test.sh tests/gpu": "the GPU tests",
     "bash tests/test.sh tests/test_loader.py -k gpu": "runs other tests",
