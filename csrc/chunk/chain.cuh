@@ -66,6 +66,7 @@ class Chain {
       const auto value = [&](float (&x)[kTiles][kTokens / 8][4]) { next_value(x); };
       const auto acquire = [&] {
         if (!landed_) ring_.wait(position_.stage, position_.parity);
+        stay_behind_wait();
         if constexpr (Step::kByAddress) {
           return ring_.record_address(position_.stage);
         } else {
@@ -97,6 +98,7 @@ class Chain {
   // For the state in the middle of the step to come: its record, once it is there, and V^T.
   __device__ __forceinline__ const unsigned char* next_record() const {
     ring_.wait(position_.stage, position_.parity);
+    stay_behind_wait();
     return ring_.record(position_.stage);
   }
   __device__ __forceinline__ void next_value(float (&x)[kTiles][kTokens / 8][4]) const {

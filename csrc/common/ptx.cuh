@@ -93,6 +93,10 @@ __device__ __forceinline__ void arrive_if(cute::uint64_t* barrier, bool arrives)
       : "memory");
 }
 
+// CUTLASS's waits do not say that they touch memory: nothing in the program after this moves before
+// it.
+__device__ __forceinline__ void stay_behind_wait() { asm volatile("" ::: "memory"); }
+
 // Orders this thread's generic-proxy shared-memory writes before later async-proxy reads of them.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <mutex>
 
 #include "host/driver.h"
 #include "host/error.h"
@@ -169,6 +170,14 @@ int spread(const Module& module, int64_t ctas, int smem_bytes) {
   return ctas <= module.gpu.sm_count ? std::max(smem_bytes, module.exclusive_smem) : smem_bytes;
 }
 
+// The launches of a call stay together on their stream: those of another thread, with the same
+// workspace, would come between them. Other streams have other mutexes, or nearly always: a launch
+// waits where its stream is full.
+std::mutex& mutex_of(uint64_t stream) {
+  static std::mutex mutexes[64];
+  return mutexes[(stream >> 4 ^ stream >> 10 ^ stream >> 16) % std::size(mutexes)];
+}
+
 void launch_portable(const Module& module, const Plan& plan, Launcher& launch) {
   if (plan.prepare_ctas > 0) {
     launch(module.prepare, plan.prepare_ctas, kPrepareThreads, kPrepareSmemBytes,
@@ -229,6 +238,7 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   }
 
   ForwardParams params = make_params(args, plan);
+  const std::lock_guard<std::mutex> alone(mutex_of(args.stream));
   const CurrentContext current(module.context);
   Launcher launch(address<CUstream>(args.stream), params);
   if (args.cu_seqlens != 0 || params.shares != nullptr) {

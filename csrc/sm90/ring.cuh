@@ -77,7 +77,9 @@ struct RecordRing : RecordReader<FusedSmem<kShape>, kShape.stages> {
   }
 
   // No wider than the reads that came before it: these have returned. A release for the whole
-  // cluster would also wait for the output's stores, a microsecond each chunk.
+  // cluster would also wait for the output's stores, a microsecond each chunk. What the memory
+  // model does not promise without it is that arrivals at the other CTA are performed in order: one
+  // would have to be overtaken by that of ten chunks later for a parity to mislead.
   __device__ __forceinline__ void release(int stage, bool arrives) const {
     Barrier::arrive(&this->smem.empty[stage], stage % kShape.cluster, arrives);
   }

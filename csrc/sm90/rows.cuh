@@ -118,6 +118,7 @@ class RowsWarp {
   __device__ __forceinline__ void wait_for_solver(int index) const {
     const int own = index / kShape.cluster, turn = own / kShape.solvers;
     if (turn > 0) Barrier::wait(&smem_.solved[own % kShape.solvers], (turn - 1) & 1);
+    stay_behind_wait();
   }
 
   // Starts the copies of this warp's channels of a chunk to where make_images() finds them. Rows

@@ -34,6 +34,7 @@ class SolverWarp {
       if (more) raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
       RecordRing<kShape>::wait_until_free(smem_, stage, round);
       Barrier::wait(&smem_.images[stage], round & 1);
+      stay_behind_wait();
       solve(smem_.stage[stage].record, b);
       hand_over(stage);
     }

@@ -43,8 +43,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[kSize], const unsigned* 
 }
 
 // The compiler may not move uses of these registers across.
-template <int kSize>
-__device__ __forceinline__ void fence_registers(float (&d)[kSize]) {
+template <class Register, int kSize>
+__device__ __forceinline__ void fence_registers(Register (&d)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) cute::warpgroup_fence_operand(d[i]);
 }
@@ -103,6 +103,7 @@ class WgmmaStep {
         base + (Layout::kKeyDecayed >> 4) | operand_layout(kSwizzle128, 16, 1024);
     using Square = typename Wgmma<kTokens>::Op;
     using Both = typename Wgmma<kOutputs ? 2 * kTokens : kTokens>::Op;
+    fence_registers(a);
     fence_registers(xo);
     warpgroup_arrive();
 #pragma unroll
@@ -127,6 +128,7 @@ class WgmmaStep {
     float update[kSums];
     // 8 x 8 blocks of 128 bytes: the next along a row, the next row of blocks.
     const unsigned long long square = operand_layout(kSwizzleNone, 128, 128 * kTokens / 8);
+    fence_registers(u);
     fence_registers(update);
     warpgroup_arrive();
     multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square, 256,
@@ -138,6 +140,7 @@ class WgmmaStep {
 
 #pragma unroll
     for (int i = 0; i < kSums / 2; ++i) u[i] = pack_bf16(update[2 * i], update[2 * i + 1]);
+    fence_registers(u);
     fence_registers(s);
     fence_registers(xo);
     warpgroup_arrive();

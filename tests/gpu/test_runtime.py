@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -129,29 +130,55 @@ def test_streams_do_not_disturb_each_other(rng: cases.Random) -> None:
             assert same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])
 
 
-def test_threads(rng: cases.Random) -> None:
-    work = [make_case(rng, tokens=60 + 16 * n, heads=n + 1) for n in range(4)]
-    expected = [forward(case) for case in work]
-    torch.cuda.synchronize()
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """``work(n)`` for each n at once; fails with what any of them raised."""
     wrong: list[str] = []
 
-    def repeat(n: int) -> None:
+    def run(n: int) -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(30):
-                    out, state = forward(work[n])
-                    torch.cuda.current_stream().synchronize()
-                    if not (same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])):
-                        wrong.append(f"thread {n}: other bits")
+            work(n)
         except Exception as error:
             wrong.append(f"thread {n}: {error!r}")
 
-    threads = [threading.Thread(target=repeat, args=(n,)) for n in range(len(work))]
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads(rng: cases.Random) -> None:
+    work = [make_case(rng, tokens=60 + 16 * n, heads=n + 1) for n in range(4)]
+    expected = [forward(case) for case in work]
+    torch.cuda.synchronize()
+
+    def repeat(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(30):
+                out, state = forward(work[n])
+                torch.cuda.current_stream().synchronize()
+                assert same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])
+
+    in_threads(len(work), repeat)
+
+
+def test_threads_share_a_stream_and_a_workspace(rng: cases.Random) -> None:
+    """The launches of one call are not mixed with those of another."""
+    work = [make_case(rng, lengths=(33, 20 * n, 7 * n, 40), heads=40 + n) for n in range(4)]
+    expected = [forward(case) for case in work]
+    workspace = cases.aligned_bytes(max(map(workspace_bytes, work)), rng.device)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def repeat(n: int) -> None:
+        with torch.cuda.stream(stream):
+            results = [forward(work[n], workspace=workspace) for _ in range(30)]
+        stream.synchronize()
+        for out, state in results:
+            assert same_bits(out, expected[n][0]) and same_bits(state, expected[n][1])
+
+    in_threads(len(work), repeat)
 
 
 @pytest.mark.parametrize("workspace", [None, "given"])
