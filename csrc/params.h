@@ -72,8 +72,9 @@ struct MiddleRecord {
 // place.
 enum Carried : int { kCarriedState, kCarriedMap, kCarried };
 
-// What a cluster of `fused` works on where there are more chains than clusters: so many, backwards
-// from one on. Chain n is head n / N of sequence n % N.
+// What a cluster of `fused` works on where there are more chains than clusters: `pieces` chains,
+// the first_job-th, the one before it, and so on; of the first and the last perhaps a part only.
+// Chain n is head n / N of sequence n % N.
 struct alignas(16) Share {
   static constexpr int kWhole = 0x7fffffff;
   int first_job, pieces;

@@ -17,9 +17,10 @@ namespace flash_kda {
 //
 // `Ring` is where records come from, kStages of them at once: record(stage) or, where the step has
 // kByAddress, record_address(stage) in shared memory, wait(stage, parity),
-// landed(stage, parity) without waiting, and release(stage), called by one lane once this warp has
-// read the record. `Step` says how many tiles, how many tokens a record is for, and whether there
-// are outputs, without which the chain only carries the state on. `Memory` is a ChainWarpMemory.
+// landed(stage, parity) without waiting, and release(stage, arrives), called by all lanes once this
+// warp has read the record: those arrive of which it is true. `Step` says how many tiles, how many
+// tokens a record is for, and whether there are outputs, without which the chain only carries the
+// state on. `Memory` is a ChainWarpMemory.
 template <class Ring, class Step, class Memory>
 class Chain {
  public:

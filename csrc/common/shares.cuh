@@ -5,7 +5,7 @@
 // of the same tokens, which are neighbours in memory, at about the same time. A cluster goes
 // through its share from the end to the beginning. So it begins with the first chunks of a chain
 // that goes on in the next share, and whoever has that one comes to the rest at its own end: by
-// then the state is there. No share is shorter than a chain, so no chain is cut twice.
+// then the state is there, or soon. No share is shorter than a chain, so no chain is cut twice.
 #pragma once
 
 #include "common/sequences.cuh"

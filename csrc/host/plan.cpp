@@ -33,7 +33,7 @@ constexpr int64_t kChunksOfSegment = 60;
 constexpr int64_t kCarriedBytes = kCarried * kHeadDim * kHeadDim * 4;
 
 // Into how many segments sequences of so many chunks are cut: as many as can be walked at once,
-// with a multiprocessor for every CTA. More would share them, and be found in several rounds.
+// with a multiprocessor for every CTA. More would be walked in several rounds.
 int64_t segment_count(int64_t chains, int64_t chunks, int32_t sm_count) {
   const int64_t fitting = sm_count / kWalk.slices() / std::max<int64_t>(chains, 1);
   return std::max<int64_t>(1, std::min(fitting, 1 + chunks / kChunksOfSegment));

@@ -51,7 +51,7 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   cluster_sync();
   const int turn = turn_of_cluster<kShape>(p, smem);
   constexpr int kFirstRows = kShape.warps + kShape.solvers;
-  // Records depend on the call's tensors and, in a packed batch, on the schedule alone.
+  // Records depend on the call's tensors and, where there is one, on the schedule alone.
   if (warp < kShape.warps || p.cu_seqlens != nullptr || p.shares != nullptr)
     wait_for_previous_launch();
   if (warp < kShape.warps) {

@@ -28,8 +28,8 @@ struct FusedSmem {
   // (docs/design.md). The former: of `empty` it follows from this warp's or group's own chunk
   // before, whose stage was free, so that what stood there a round earlier had been read, and with
   // it, if there are enough stages, what stood two rounds earlier in this one. Of `images` and
-  // `solved` it follows from `empty`, which is waited for first, of `solved` if solvers come round
-  // less often than stages.
+  // `solved` it follows from `empty`, which is waited for first, of `solved` if the stages take no
+  // longer round than a solver takes for two turns.
   static constexpr int kOwnStages = kShape.stages / kShape.cluster;
   static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers &&
                     2 * kShape.solvers >= kOwnStages,
