@@ -1,6 +1,9 @@
 """Every check that needs a GPU, one after the other, each under a time limit.
 
     python scripts/gpu_checks.py --out logs [--parts tests,sanitizer] [--wheel dist/pypi]
+        [--variant FOLDER]
+
+racecheck needs a variant build of flash_kda (docs/testing.md), installed in the folder --variant.
 
 Needs flash_kda, torch and pytest; what else a part needs (pytest-xdist, compute-sanitizer,
 flash-linear-attention) is missed with a line that says so. Each part writes its own log. Exit
@@ -39,6 +42,8 @@ class Part:
     limit_s: float
     needs: str | None = None
     """What is missing to run it; None if nothing is."""
+    package: Path | None = None
+    """Folder whose flash_kda it runs, instead of the installed one."""
 
 
 def module_missing(name: str) -> str | None:
@@ -49,7 +54,7 @@ def program_missing(name: str) -> str | None:
     return None if shutil.which(name) else f"{name} on PATH"
 
 
-def parts(wheel: Path | None) -> Iterator[Part]:
+def parts(wheel: Path | None, variant: Path | None = None) -> Iterator[Part]:
     """All of them, the quick and telling ones first."""
     python = sys.executable
     pytest = (python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -60,14 +65,17 @@ def parts(wheel: Path | None) -> Iterator[Part]:
     yield Part("fla", "fla", (*pytest, *FLA_TESTS), 600, fla)
     smoke = (python, "scripts/gpu_smoke.py", *(("--wheel", str(wheel)) if wheel else ()))
     yield Part("smoke", "smoke", smoke, 120)
+    sanitizer = program_missing("compute-sanitizer")
     for tool in SANITIZERS:
+        races = tool == "racecheck"
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", python)
         yield Part(
             "sanitizer",
             tool,
             (*command, "scripts/small_calls.py"),
             120,
-            program_missing("compute-sanitizer"),
+            sanitizer or ("the folder --variant" if races and variant is None else None),
+            variant if races else None,
         )
     # Without a GPU these two would take the CPU path, and be well.
     on_gpu = ("--device", "cuda")
@@ -88,7 +96,7 @@ def run(part: Part, log: Path) -> str:
         process = subprocess.Popen(
             part.command,
             cwd=ROOT,
-            env={**os.environ, "FLASH_KDA_REQUIRE_GPU": "1"},  # or the tests would all be skipped
+            env=environment(part),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -115,6 +123,15 @@ def terminating() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def environment(part: Part) -> dict[str, str]:
+    # Without a GPU the tests would all be skipped.
+    environ = {**os.environ, "FLASH_KDA_REQUIRE_GPU": "1"}
+    if part.package is not None:
+        others = environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = os.pathsep.join([str(part.package), *([others] if others else [])])
+    return environ
+
+
 def end_group(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(leader, signal.SIGKILL)
@@ -127,9 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the logs")
     parser.add_argument("--parts", help="checks to run, comma-separated (default: all)")
     parser.add_argument("--wheel", type=Path, help="wheel, or folder of wheels, for the smoke test")
+    parser.add_argument("--variant", type=Path, help="folder with the variant for racecheck")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     arguments = parser.parse_args(argv)
-    known = list(parts(arguments.wheel.resolve() if arguments.wheel else None))
+    known = list(
+        parts(
+            arguments.wheel.resolve() if arguments.wheel else None,
+            arguments.variant.resolve() if arguments.variant else None,
+        )
+    )
     names = list(dict.fromkeys(part.check for part in known))
     chosen = names
     if arguments.parts is not None:
@@ -138,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"--parts: got {', '.join(map(repr, unknown))}, needs some of {', '.join(names)}"
         )
+    if arguments.variant and not (arguments.variant / "flash_kda").is_dir():
+        parser.error(f"--variant: there is no flash_kda in {arguments.variant}")
     if not arguments.list:
         if arguments.out is None:
             parser.error("--out names the folder for the logs")

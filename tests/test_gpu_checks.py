@@ -38,6 +38,21 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].endswith(f"--wheel {Path('dist').resolve()}")
 
 
+def test_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """racecheck, and nothing else, runs another package; without one it does not run."""
+    (tmp_path / "flash_kda").mkdir()
+    monkeypatch.setattr(gpu_checks, "program_missing", lambda name: None)
+    needs = {each.name: each.needs for each in gpu_checks.parts(None)}
+    assert needs["racecheck"] == "the folder --variant" and needs["memcheck"] is None
+    found = {each.name: each for each in gpu_checks.parts(None, tmp_path)}
+    assert found["racecheck"].needs is None
+    assert [name for name, each in found.items() if each.package] == ["racecheck"]
+    monkeypatch.setenv("PYTHONPATH", "before")
+    path = os.pathsep.join((str(tmp_path), "before"))
+    assert gpu_checks.environment(found["racecheck"])["PYTHONPATH"] == path
+    assert gpu_checks.environment(found["memcheck"])["PYTHONPATH"] == "before"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -45,6 +60,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (["--out", "x", "--parts", ""], "--parts: got '', needs some of"),
         (["--out", "x", "--parts", "smoke,"], "--parts: got '', needs some of"),
         (["--out", __file__], "--out: "),
+        (["--list", "--variant", "no/such"], "--variant: there is no flash_kda in no/such"),
         ([], "--out names"),
     ],
 )
@@ -59,7 +75,7 @@ def test_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = [part("-c", "print('fine')"), part("-c", "raise SystemExit(3)"), part(needs="a thing")]
-    monkeypatch.setattr(gpu_checks, "parts", lambda wheel: iter(made))
+    monkeypatch.setattr(gpu_checks, "parts", lambda wheel, variant: iter(made))
     assert gpu_checks.main(["--out", str(tmp_path / "logs")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[-1] for line in lines[:2]] == ["ok", "exit status 3"]
@@ -114,7 +130,7 @@ import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 import gpu_checks
 made = gpu_checks.Part("made", "made", tuple({made!r}), 60)
-gpu_checks.parts = lambda wheel: iter([made])
+gpu_checks.parts = lambda wheel, variant: iter([made])
 gpu_checks.main(["--out", {str(tmp_path / "logs")!r}])
 """
     with subprocess.Popen([sys.executable, "-c", script]) as process:
