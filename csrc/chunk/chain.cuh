@@ -15,12 +15,14 @@ namespace flash_kda {
 // A computing warp with 16 * kTiles rows of V. It lives through all sequences that its CTA works
 // on: begin(), run() up to each place where the state is wanted, finish().
 //
-// `Ring` is where records come from, kStages of them at once: record(stage) or, where the step has
-// kByAddress, record_address(stage) in shared memory, wait(stage, parity),
-// landed(stage, parity) without waiting, and release(stage, arrives), called by all lanes once this
-// warp has read the record: those arrive of which it is true. `Step` says how many tiles, how many
-// tokens a record is for, and whether there are outputs, without which the chain only carries the
-// state on. `Memory` is a ChainWarpMemory.
+// `Ring` is where records come from, kStages of them at once: record(stage) or
+// record_address(stage), wait(stage, parity), landed(stage, parity) without waiting, and
+// release(stage, arrives), called by all lanes once this warp has read the record: those arrive of
+// which it is true. `Step` says how many tiles, how many tokens a record is for, and whether there
+// are outputs, without which the chain only carries the state on. With kByAddress it hands the
+// record to the tensor cores, by its address in shared memory, and lets go of it once they are
+// done; without, its lanes load from the record, and it lets go of the one before. `Memory` is a
+// ChainWarpMemory.
 template <class Ring, class Step, class Memory>
 class Chain {
  public:
@@ -75,7 +77,7 @@ class Chain {
         }
       };
       const auto release = [&] {
-        if constexpr (Step::kReleasesItsOwn) {
+        if constexpr (Step::kByAddress) {
           release_stage(position_.stage);
         } else if (has_stage_) {
           release_stage(position_.stage == 0 ? Ring::kStages - 1 : position_.stage - 1);

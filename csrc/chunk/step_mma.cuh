@@ -21,7 +21,7 @@ class MmaStep {
   static constexpr int kTiles = kTilesOfWarp;
   static constexpr int kTokens = kChunk;
   static constexpr bool kOutputs = true;
-  static constexpr bool kByAddress = false, kReleasesItsOwn = false;
+  static constexpr bool kByAddress = false;
 
   __device__ __forceinline__ explicit MmaStep(int lane) {
     const int row = (lane & 7) + (lane >> 4) * 8, half = (lane >> 3) & 1;

@@ -1,7 +1,7 @@
 // Reads cu_seqlens once, on the device, and leaves what the other kernels need: starts that are
-// safe to use whatever cu_seqlens holds, the number of records before each sequence, an order that
-// starts the longest sequences first. Then the shares of `fused`'s clusters, if they share chains,
-// for packed batches and others. One CTA; no host ever reads cu_seqlens.
+// safe to use whatever cu_seqlens holds, the number of records before each sequence, and an order
+// that starts the longest sequences first. Then the shares of `fused`'s clusters, if they share
+// chains, for packed batches and others. One CTA; no host ever reads cu_seqlens.
 #pragma once
 
 #include "common/ptx.cuh"

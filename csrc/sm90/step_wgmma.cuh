@@ -71,8 +71,7 @@ class WgmmaStep {
   static constexpr int kTiles = 1;
   static constexpr int kTokens = kTokensOfRecord;
   static constexpr bool kOutputs = kWithOutputs;
-  static constexpr bool kByAddress = true;       // what acquire() returns
-  static constexpr bool kReleasesItsOwn = true;  // record, by release()
+  static constexpr bool kByAddress = true;
 
   __device__ __forceinline__ explicit WgmmaStep(int lane)
       : decay_(Layout::kDecay + 16 * (lane & 3)) {}
