@@ -16,7 +16,7 @@ from typing import NamedTuple
 from . import manifest
 from .errors import BrokenInstallError, DriverNotFoundError, LaunchError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """The interface version this module speaks; the library must answer the same."""
 
 AUTOMATIC_PATH = -1
@@ -36,6 +36,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             ctypes.c_int64,
             ctypes.c_int64,
             ctypes.c_int64,
+            ctypes.c_int32,
             ctypes.c_int32,
             ctypes.c_int32,
             ctypes.c_int32,
@@ -132,12 +133,16 @@ class Launcher:
         sequences: int,
         gpu: Gpu,
         forced_path: int = AUTOMATIC_PATH,
+        packed: bool = True,
     ) -> Plan:
-        """How a call of these sizes runs on such a GPU; ValueError if the path cannot."""
+        """How a call of these sizes runs on such a GPU; ValueError if the path cannot.
+
+        Without cu_seqlens (not ``packed``) it takes the same path and may need less workspace.
+        """
         path, size = ctypes.c_int32(), ctypes.c_int64()
-        status = self._functions["plan"](
-            t_total, heads, sequences, *gpu, forced_path, ctypes.byref(path), ctypes.byref(size)
-        )
+        sizes = (t_total, heads, sequences, int(packed))
+        results = (ctypes.byref(path), ctypes.byref(size))
+        status = self._functions["plan"](*sizes, *gpu, forced_path, *results)
         if status != _OK:
             self._raise(status)
         return Plan(path.value, size.value)
@@ -269,10 +274,15 @@ def workspace_size(t_total: int, heads: int, sequences: int) -> int:
 
 
 def plan(
-    t_total: int, heads: int, sequences: int, gpu: Gpu, forced_path: int = AUTOMATIC_PATH
+    t_total: int,
+    heads: int,
+    sequences: int,
+    gpu: Gpu,
+    forced_path: int = AUTOMATIC_PATH,
+    packed: bool = True,
 ) -> Plan:
     """See Launcher.plan."""
-    return launcher().plan(t_total, heads, sequences, gpu, forced_path)
+    return launcher().plan(t_total, heads, sequences, gpu, forced_path, packed)
 
 
 def path_names() -> tuple[str, ...]:

@@ -245,8 +245,9 @@ def workspace_size(
     """Bytes of workspace that ``fwd`` needs on a GPU.
 
     The size covers every split of ``t_total`` tokens into ``sequences`` sequences, so it does not
-    depend on the values of ``cu_seqlens``. It does depend on the GPU, and on ``FLASH_KDA_PATH`` if
-    that is set. On compute capability 9.0 a call of smaller sizes may need more.
+    depend on the values of ``cu_seqlens``; a call without them may need less. It does depend on the
+    GPU, and on ``FLASH_KDA_PATH`` if that is set. On compute capability 9.0 a call of smaller sizes
+    may need more.
 
     Args:
         t_total: B * T, tokens of all batch rows together, at most 2^31 - 32.
@@ -331,14 +332,16 @@ def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: b
     path = _forced_path(launcher)
     key, needed = layout.workspace
     if key != path:
-        plan = launcher.plan(layout.t_total, layout.heads, layout.sequences, module.gpu, path)
-        needed = plan.workspace_bytes
+        sizes = (layout.t_total, layout.heads, layout.sequences)
+        needed = launcher.plan(*sizes, module.gpu, path, layout.varlen).workspace_bytes
         layout.workspace = (path, needed)
     pointers = call.pointers
-    if workspace is None:
+    if not needed:
+        pass  # a workspace that is given is left alone
+    elif workspace is None:
         # Freed to this stream's pool on return: later work on the stream runs after the kernels.
         workspace = _scratch(needed, layout.device)
-        pointers = (*pointers[:WORKSPACE], _address_of(workspace, needed))
+        pointers = (*pointers[:WORKSPACE], _address_of(workspace))
     else:
         check_workspace_size(workspace, needed, layout)
         needed = workspace.numel()
@@ -368,10 +371,10 @@ def _scratch(size: int, device: torch.device) -> Tensor:
             settings.fill_uninitialized_memory = fills
 
 
-def _address_of(workspace: Tensor, size: int) -> int:
+def _address_of(workspace: Tensor) -> int:
     # A FakeTensor has no memory, whatever it answers.
     address = workspace.data_ptr() if type(workspace) is Tensor else 0
-    if size and not address:
+    if not address:
         raise ValueError(
             refuse(
                 "workspace",

@@ -28,11 +28,13 @@ const char* flash_kda_last_error(void) { return "the stand-in's text"; }
 int64_t flash_kda_workspace_size(int64_t tokens, int64_t heads, int64_t sequences) {
   return status ? -1 : 1000000 * tokens + 1000 * heads + sequences;
 }
-int32_t flash_kda_plan(int64_t tokens, int64_t heads, int64_t sequences, int32_t capability,
-                       int32_t sms, int32_t forced, int32_t* path, int64_t* bytes) {
+int32_t flash_kda_plan(int64_t tokens, int64_t heads, int64_t sequences, int32_t packed,
+                       int32_t capability, int32_t sms, int32_t forced, int32_t* path,
+                       int64_t* bytes) {
   ++plans;
   *path = forced < 0 ? capability == 90 && sms > 100 : forced;
-  *bytes = (*path + 1) * 10000 * tokens + 1000 * heads + sequences;
+  const bool none = !packed && *path == 1;
+  *bytes = none ? 0 : (*path + 1) * 10000 * tokens + 1000 * heads + sequences;
   return status;
 }
 int32_t flash_kda_path_count(void) { return 2; }

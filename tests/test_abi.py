@@ -151,6 +151,7 @@ def test_simple_functions(stand_in: StandIn) -> None:
     assert launcher.plan(1, 1, 1, abi.Gpu(90, 78)).path == 0
     assert launcher.plan(1, 1, 1, abi.Gpu(100, 148)).path == 0
     assert launcher.plan(1, 4, 5, H200, forced_path=0) == abi.Plan(0, 10000 + 4005)
+    assert launcher.plan(1, 4, 5, H200, packed=False) == abi.Plan(1, 0)
     assert launcher.open_module(b"7\0\0", 2) == 300 + 20 + ord("7") % 10
     assert launcher.path_names == ("narrow", "wide")
     assert launcher.path_id("wide") == 1
@@ -311,6 +312,27 @@ def test_own_workspace(gpu_call: GpuCall, stand_in: StandIn) -> None:
     assert stand_in.last("workspace_bytes") == needed + 8
     with pytest.raises(ValueError, match=rf"workspace: got {needed - 1} bytes; .* {needed}"):
         gpu_call(**call, workspace=workspace[: needed - 1])
+
+
+def test_no_workspace_where_none_is_needed(
+    gpu_call: GpuCall, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is taken from torch then, and one that is given may have any size."""
+    call = {**_call(sequences=1), "A_log": None, "cu_seqlens": None}
+    gpu_call(**call)
+    monkeypatch.setattr(ops, "torch", _Torch(_fails))
+    memory = torch.zeros(512, dtype=torch.uint8)
+    small = memory[-memory.data_ptr() % 256 :][:1]
+    for workspace in (None, small[:0], small):
+        gpu_call(**call, workspace=workspace)
+        assert stand_in.last("cu_seqlens") == 0
+        assert stand_in.last("workspace_bytes") == 0
+    monkeypatch.setenv("FLASH_KDA_PATH", "narrow")  # which needs one
+    with pytest.raises(MemoryError):
+        gpu_call(**call)
+    needed = 10000 * 20 + 3000 + 1
+    with pytest.raises(ValueError, match=rf"workspace: got 1 bytes; .* {needed}"):
+        gpu_call(**call, workspace=small)
 
 
 def test_deterministic_mode_fills_no_workspace(

@@ -36,7 +36,15 @@ class FakeLauncher:
             raise ValueError(f"FLASH_KDA_PATH: got {name!r}")
         return self.path_names.index(name)
 
-    def plan(self, t_total: int, heads: int, sequences: int, gpu: abi.Gpu, forced: int) -> abi.Plan:
+    def plan(
+        self,
+        t_total: int,
+        heads: int,
+        sequences: int,
+        gpu: abi.Gpu,
+        forced: int,
+        packed: bool,
+    ) -> abi.Plan:
         if forced == self.path_names.index("fused") and gpu.capability != 90:
             raise ValueError("path fused needs a GPU of compute capability 9.0")
         few_heads = int(2 * heads * sequences <= gpu.sm_count)

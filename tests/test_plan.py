@@ -44,9 +44,16 @@ if abi.launcher_or_none() is None:
     pytest.skip("needs the built launcher", allow_module_level=True)
 
 
-def plan(tokens: int, heads: int, sequences: int, gpu: abi.Gpu, path: str = "") -> abi.Plan:
+def plan(
+    tokens: int,
+    heads: int,
+    sequences: int,
+    gpu: abi.Gpu,
+    path: str = "",
+    packed: bool = True,
+) -> abi.Plan:
     forced = abi.path_id(path) if path else abi.AUTOMATIC_PATH
-    return abi.plan(tokens, heads, sequences, gpu, forced)
+    return abi.plan(tokens, heads, sequences, gpu, forced, packed)
 
 
 def chosen(tokens: int, heads: int, sequences: int, gpu: abi.Gpu) -> str:
@@ -140,7 +147,22 @@ def test_fused(sms: int) -> None:
                 size = plan(*shape, gpu, "fused").workspace_bytes
                 shared = heads * sequences > clusters
                 assert size == schedule_bytes(sequences) + shared * sharing
+                fixed = plan(*shape, gpu, "fused", packed=False).workspace_bytes
+                assert fixed == (size if shared else 0)
                 assert size <= abi.workspace_size(*shape)
+
+
+@given(shapes, gpus)
+def test_only_fused_needs_less_of_equal_lengths(shape: tuple[int, int, int], gpu: abi.Gpu) -> None:
+    try:
+        packed = plan(*shape, gpu)
+    except ValueError:
+        return
+    fixed = plan(*shape, gpu, packed=False)
+    assert fixed.path == packed.path
+    if abi.path_names()[fixed.path] != "fused":
+        assert fixed == packed
+    assert fixed.workspace_bytes in (0, packed.workspace_bytes)
 
 
 @each_hopper
@@ -312,10 +334,13 @@ int main() {
   };
   for (int64_t tokens : sizes) for (int64_t heads : sizes) for (int64_t sequences : sizes)
     for (int32_t sms : sm_counts) for (int32_t capability : capabilities) for (int32_t path : paths)
+    for (bool packed : {false, true})
       try {
-        const Plan plan = make_plan({tokens, heads, sequences}, {capability, sms}, path);
+        const Problem problem{tokens, heads, sequences, packed};
+        const Plan plan = make_plan(problem, {capability, sms}, path);
         ++planned;
-        wrong += plan.workspace_bytes <= 0 || plan.segments < 1 ||
+        const bool none = !packed && plan.path == kPathFused && plan.share_bytes == 0;
+        wrong += (plan.workspace_bytes == 0) != none || plan.segments < 1 ||
                  plan.workspace_bytes > largest_workspace({tokens, heads, sequences}) ||
                  !ctas_fit(plan.prepare_ctas) || !ctas_fit(plan.affine_ctas) ||
                  !ctas_fit(plan.combine_ctas) || !ctas_fit(plan.chain_ctas) ||

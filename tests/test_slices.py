@@ -303,6 +303,8 @@ class Expected:
             self.turn_base = self.flags_base + 4 * STATE_WARPS * clusters
             self.carried_base += share_bytes(clusters)
             assert self.turn_base + 4 <= self.carried_base
+        elif self.fused and call.bounds is None:  # needs no workspace, and so is given none
+            self.records_base = self.middles_base = self.carried_base = 0
         self.end = result["workspace"] + result["workspace_bytes"]
         # Records of each segment of each sequence: even parts, the later ones of short sequences
         # empty. And the number of each sequence's first record among all.

@@ -24,10 +24,12 @@ FLASH_KDA_EXPORT int64_t flash_kda_workspace_size(int64_t t_total, int64_t heads
 }
 
 FLASH_KDA_EXPORT int32_t flash_kda_plan(int64_t t_total, int64_t heads, int64_t sequences,
-                                        int32_t capability, int32_t sm_count, int32_t forced_path,
-                                        int32_t* path, int64_t* workspace_bytes) {
+                                        int32_t packed, int32_t capability, int32_t sm_count,
+                                        int32_t forced_path, int32_t* path,
+                                        int64_t* workspace_bytes) {
   return guarded([&] {
-    const Plan plan = make_plan({t_total, heads, sequences}, {capability, sm_count}, forced_path);
+    const Problem problem{t_total, heads, sequences, packed != 0};
+    const Plan plan = make_plan(problem, {capability, sm_count}, forced_path);
     *path = plan.path;
     *workspace_bytes = plan.workspace_bytes;
   });

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of a signature or of flash_kda_forward_args. */
-#define FLASH_KDA_ABI_VERSION 2
+#define FLASH_KDA_ABI_VERSION 3
 
 #define FLASH_KDA_OK 0
 #define FLASH_KDA_INVALID_ARGUMENT 1
@@ -60,9 +60,10 @@ const char* flash_kda_last_error(void);
 int64_t flash_kda_workspace_size(int64_t t_total, int64_t heads, int64_t sequences);
 
 /* Which path a call of this shape takes on a device of compute capability `capability` (10 * major
- * + minor) with sm_count multiprocessors, and the bytes of workspace it needs there. */
-int32_t flash_kda_plan(int64_t t_total, int64_t heads, int64_t sequences, int32_t capability,
-                       int32_t sm_count, int32_t forced_path, int32_t* path,
+ * + minor) with sm_count multiprocessors, and the bytes of workspace it needs there, perhaps none.
+ * packed: whether it has cu_seqlens. The path is the same without, the bytes may be fewer. */
+int32_t flash_kda_plan(int64_t t_total, int64_t heads, int64_t sequences, int32_t packed,
+                       int32_t capability, int32_t sm_count, int32_t forced_path, int32_t* path,
                        int64_t* workspace_bytes);
 int32_t flash_kda_path_count(void);
 const char* flash_kda_path_name(int32_t path);

@@ -43,14 +43,16 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.checkpoint_offsets = address<const void*>(a.checkpoint_offsets);
   p.checkpoint_states = address<void*>(a.checkpoint_states);
 
-  int* const schedule = address<int*>(a.workspace);
-  p.sequence_start = schedule;
-  p.record_begin = schedule + a.sequences + 1;
-  p.sequence_order = schedule + 2 * (a.sequences + 1);
-  p.records = address<unsigned char*>(a.workspace + plan.schedule_bytes);
-  p.middles = p.records + plan.record_bytes;
-  p.carried = reinterpret_cast<float*>(p.middles + plan.middle_bytes + plan.share_bytes);
   p.clusters = static_cast<int>(plan.chain_ctas / kFused.cluster);
+  if (plan.workspace_bytes > 0) {
+    int* const schedule = address<int*>(a.workspace);
+    p.sequence_start = schedule;
+    p.record_begin = schedule + a.sequences + 1;
+    p.sequence_order = schedule + 2 * (a.sequences + 1);
+    p.records = address<unsigned char*>(a.workspace + plan.schedule_bytes);
+    p.middles = p.records + plan.record_bytes;
+    p.carried = reinterpret_cast<float*>(p.middles + plan.middle_bytes + plan.share_bytes);
+  }
   if (plan.share_bytes > 0) {
     p.shares = address<Share*>(a.workspace + plan.schedule_bytes);
     p.handed_on = reinterpret_cast<int*>(p.shares + p.clusters);
@@ -226,10 +228,11 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   check_args(args);
   int64_t t_total;
   if (__builtin_mul_overflow(args.batch, args.tokens, &t_total)) t_total = INT64_MAX;
-  const Plan plan = make_plan({t_total, args.heads, args.sequences}, module.gpu, args.path);
+  const Problem problem{t_total, args.heads, args.sequences, args.cu_seqlens != 0};
+  const Plan plan = make_plan(problem, module.gpu, args.path);
   if (args.sequences == 0) return;
-  if (args.workspace_bytes < plan.workspace_bytes || args.workspace == 0 ||
-      args.workspace % 256 != 0) {
+  if (plan.workspace_bytes > 0 && (args.workspace_bytes < plan.workspace_bytes ||
+                                   args.workspace == 0 || args.workspace % 256 != 0)) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
          "workspace has %lld bytes at 0x%llx, needs %lld at a multiple of 256",
          static_cast<long long>(args.workspace_bytes),

@@ -81,7 +81,7 @@ int64_t sharing_bytes(int64_t clusters) {
 }
 
 void check_sizes(const Problem& problem) {
-  const auto [t_total, heads, sequences] = problem;
+  const int64_t t_total = problem.t_total, heads = problem.heads, sequences = problem.sequences;
   if (t_total < 0 || t_total > kMostTokens || heads < 1 || heads > 0x7fffffff || sequences < 0 ||
       sequences > kMostTokens) {
     fail(FLASH_KDA_INVALID_ARGUMENT,
@@ -113,7 +113,7 @@ const RecurrenceShape& recurrence_shape(Path path) {
 
 Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   check_sizes(problem);
-  const auto [t_total, heads, sequences] = problem;
+  const auto [t_total, heads, sequences, packed] = problem;
   if (forced_path < FLASH_KDA_PATH_AUTO || forced_path >= kPathCount) {
     fail(FLASH_KDA_PATH_UNAVAILABLE, "there is no kernel path %d", static_cast<int>(forced_path));
   }
@@ -144,9 +144,12 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   plan.schedule_bytes = ceil_div((3 * sequences + 2) * 4, kAlignment) * kAlignment;
   if (plan.path == kPathFused) {
     const int64_t clusters = clusters_of(gpu.sm_count);
+    const bool shared = chains > clusters;
+    // Nothing to hand on and no lengths to look up: spares the caller an allocation.
+    if (!shared && !packed) plan.schedule_bytes = 0;
     plan.workspace_bytes = plan.schedule_bytes;
     plan.chain_ctas = std::min(chains, clusters) * kFused.cluster;
-    if (chains > clusters) {
+    if (shared) {
       plan.share_bytes = share_bytes(clusters);
       plan.workspace_bytes += sharing_bytes(clusters);
     }

@@ -12,6 +12,7 @@ struct Problem {
   int64_t t_total;  // tokens in all batch rows
   int64_t heads;
   int64_t sequences;
+  bool packed = true;  // whether cu_seqlens is given; other batches may need less workspace
 };
 
 constexpr int32_t kHopper = 90;  // the compute capability that the sm90 family is for
@@ -37,7 +38,7 @@ const RecurrenceShape& recurrence_shape(Path path);  // of a portable path
 
 struct Plan {
   Path path;
-  int64_t schedule_bytes;              // the integer arrays at the start of the workspace
+  int64_t schedule_bytes;              // room for the integers at the start of the workspace
   int64_t record_bytes, middle_bytes;  // the records after them
   int64_t share_bytes;                 // or how clusters share chains; 0: each chain has its own
   int64_t workspace_bytes;             // all that, and the states that segments or clusters pass on

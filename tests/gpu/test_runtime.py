@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from cases import (
 from torch import Tensor
 
 import flash_kda
+from flash_kda.ops import PATH_VARIABLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda, pytest.mark.usefixtures("path")]
 
@@ -64,7 +66,7 @@ def test_used_workspace_of_another_call(rng: cases.Random) -> None:
 
 
 def test_workspace_too_small(rng: cases.Random) -> None:
-    case = make_case(rng, tokens=100)
+    case = make_case(rng, lengths=(100,))
     size = workspace_bytes(case)
     out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
     workspace = cases.aligned_bytes(size - 1, case.device)
@@ -72,6 +74,22 @@ def test_workspace_too_small(rng: cases.Random) -> None:
         forward(case, out=out, workspace=workspace)
     assert bool((cases.bits(out) == -1).all())
     assert_accurate(case, *forward(case))
+
+
+def test_fused_needs_no_workspace_for_equal_lengths(rng: cases.Random) -> None:
+    """If every chain has a cluster at once. Then nothing is allocated, and any size will do."""
+    if os.environ.get(PATH_VARIABLE) != "fused":
+        pytest.skip("other paths keep their records there")
+    case = make_case(rng, batch=3, tokens=33)
+    out, state = forward(case)
+    before = torch.cuda.memory_stats(case.device)["allocation.all.allocated"]
+    forward(case, out=out, final_state=state)
+    assert torch.cuda.memory_stats(case.device)["allocation.all.allocated"] == before
+    assert_accurate(case, out, state)
+    for size in (0, 1):
+        workspace = Guarded(size, dtype=torch.uint8, device=case.device)
+        assert_accurate(case, *forward(case, workspace=workspace.tensor))
+        workspace.assert_margins_untouched()
 
 
 def test_memory_from_torch_holds_nan(rng: cases.Random) -> None:
