@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import cpu, overlap
+from . import cpu, guards, overlap
 from .layout import (
     A_LOG,
     DT_BIAS,
@@ -45,6 +45,26 @@ _ALIGNED_16 = (Q, K, V, G, OUT)
 _LAYOUT_LIMIT = 256
 _PROVEN_LIMIT = 64
 _layouts: dict[Any, Layout] = {}
+
+# Finding a layout by its metadata takes longer than the rest of a call, so the first question is
+# whether it is one of these. Few, since each that it is not takes time, too.
+_GUARD_LIMIT = 4
+_LOOKUPS_A_GUARD = 4
+_recent: tuple[tuple[guards.Guard, Layout], ...] = ()
+
+# What guards see in the place of an absent tensor.
+(
+    _NO_A_LOG,
+    _NO_DT_BIAS,
+    _NO_INITIAL,
+    _NO_FINAL,
+    _SAME_STATE,
+    _NO_CU_SEQLENS,
+    _NO_STATE_INDICES,
+    _NO_OFFSETS,
+    _NO_CHECKPOINTS,
+    _NO_WORKSPACE,
+) = (torch.empty(at, device="meta") for at in range(10))
 
 
 class CheckedCall(NamedTuple):
@@ -85,80 +105,6 @@ def check(
         ValueError: any other misuse. Both name the argument, what it got and what it needs.
     """
     # Written out, not looped: this part decides what a call costs on the host.
-    try:
-        key: Any = (
-            q.shape,
-            q.stride(),
-            q.dtype,
-            q.device,
-            q.is_neg(),
-            k.shape,
-            k.stride(),
-            k.dtype,
-            k.device,
-            k.is_neg(),
-            v.shape,
-            v.stride(),
-            v.dtype,
-            v.device,
-            v.is_neg(),
-            g.shape,
-            g.stride(),
-            g.dtype,
-            g.device,
-            g.is_neg(),
-            beta.shape,
-            beta.stride(),
-            beta.dtype,
-            beta.device,
-            beta.is_neg(),
-            out.shape,
-            out.stride(),
-            out.dtype,
-            out.device,
-            out.is_neg(),
-            None
-            if A_log is None
-            else (A_log.shape, A_log.stride(), A_log.dtype, A_log.device, A_log.is_neg()),
-            None
-            if dt_bias is None
-            else (dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.device, dt_bias.is_neg()),
-            None
-            if initial_state is None
-            else (
-                initial_state.shape,
-                initial_state.stride(),
-                initial_state.dtype,
-                initial_state.device,
-                initial_state.is_neg(),
-            ),
-            None
-            if final_state is None
-            else (
-                final_state.shape,
-                final_state.stride(),
-                final_state.dtype,
-                final_state.device,
-                final_state.is_neg(),
-            ),
-            None
-            if cu_seqlens is None
-            else (
-                cu_seqlens.shape,
-                cu_seqlens.stride(),
-                cu_seqlens.dtype,
-                cu_seqlens.device,
-                cu_seqlens.is_neg(),
-            ),
-            None if state_indices is None else _metadata(state_indices),
-            None if checkpoint_offsets is None else _metadata(checkpoint_offsets),
-            None if checkpoint_states is None else _metadata(checkpoint_states),
-            None if workspace is None else _metadata(workspace),
-        )
-        layout = _layouts.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        # Not a tensor, or one of a kind without strides: build names it.
-        key = layout = None
     tensors = (
         q,
         k,
@@ -176,21 +122,26 @@ def check(
         checkpoint_states,
         workspace,
     )
-    if layout is None:
-        layout = build(tensors)
-        if key is not None:
-            if len(_layouts) >= _LAYOUT_LIMIT:
-                _layouts.clear()
-            _layouts[key] = layout
-    if type(scale) is not float or not -_FP32_MAX <= scale <= _FP32_MAX:
-        scale = _scale(scale)
-    if type(lower_bound) is not float or not _LOWEST_BOUND <= lower_bound <= 0.0:
-        lower_bound = _lower_bound(lower_bound)
-    if torch.is_grad_enabled():
-        _check_gradients(tensors)
-    if forward_ad._current_level >= 0:
-        _check_tangents(tensors)
-
+    final = _NO_FINAL if final_state is None else final_state
+    guarded = (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        out,
+        _NO_A_LOG if A_log is None else A_log,
+        _NO_DT_BIAS if dt_bias is None else dt_bias,
+        _NO_INITIAL if initial_state is None else initial_state,
+        final if final_state is not initial_state else _SAME_STATE,
+        _NO_CU_SEQLENS if cu_seqlens is None else cu_seqlens,
+        _NO_STATE_INDICES if state_indices is None else state_indices,
+        _NO_OFFSETS if checkpoint_offsets is None else checkpoint_offsets,
+        _NO_CHECKPOINTS if checkpoint_states is None else checkpoint_states,
+        _NO_WORKSPACE if workspace is None else workspace,
+    )
+    layout = None
+    pointers: tuple[int, ...] | None = None
     try:
         pointers = (
             q.data_ptr(),
@@ -209,9 +160,46 @@ def check(
             0 if checkpoint_states is None else checkpoint_states.data_ptr(),
             0 if workspace is None else workspace.data_ptr(),
         )
-    except RuntimeError:
+        # At a tensor without sizes or strides a guard would end the process. Those have no address,
+        # or are nested.
+        nested = (
+            q.is_nested
+            or k.is_nested
+            or v.is_nested
+            or g.is_nested
+            or beta.is_nested
+            or out.is_nested
+            or (A_log is not None and A_log.is_nested)
+            or (dt_bias is not None and dt_bias.is_nested)
+            or (initial_state is not None and initial_state.is_nested)
+            or (final_state is not None and final_state.is_nested)
+            or (cu_seqlens is not None and cu_seqlens.is_nested)
+            or (state_indices is not None and state_indices.is_nested)
+            or (checkpoint_offsets is not None and checkpoint_offsets.is_nested)
+            or (checkpoint_states is not None and checkpoint_states.is_nested)
+            or (workspace is not None and workspace.is_nested)
+        )
+        if not nested:
+            for matches, known in _recent:
+                if matches(*guarded):
+                    layout = known
+                    break
+    except (AttributeError, RuntimeError, TypeError):
+        pass  # not a tensor, or one without memory
+    if layout is None:
+        layout = _layout_of(tensors, guarded)
+    if type(scale) is not float or not -_FP32_MAX <= scale <= _FP32_MAX:
+        scale = _scale(scale)
+    if type(lower_bound) is not float or not _LOWEST_BOUND <= lower_bound <= 0.0:
+        lower_bound = _lower_bound(lower_bound)
+    if torch.is_grad_enabled():
+        _check_gradients(tensors)
+    if forward_ad._current_level >= 0:
+        _check_tangents(tensors)
+
+    if pointers is None:
         _refuse_without_memory(tensors, layout)
-        raise
+        pointers = tuple(0 if x is None else x.data_ptr() for x in tensors)
     # What follows from metadata and addresses together is remembered like the layout.
     if pointers not in layout.proven:
         _check_addresses(tensors, pointers, layout)
@@ -238,10 +226,33 @@ def check_workspace_size(workspace: Tensor, needed: int, layout: Layout) -> None
         )
 
 
-def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    # A tensor can be lazily negated (the imaginary part of a conjugate is); dtypes rule out
-    # lazily conjugated ones.
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
+def _layout_of(tensors: Tensors, guarded: tuple[Tensor, ...]) -> Layout:
+    """The layout of these metadata: remembered, or built. One that recurs gets a guard."""
+    global _recent
+    key: Any = None
+    try:
+        # A tensor can be lazily negated (the imaginary part of a conjugate is); dtypes rule out
+        # lazily conjugated ones.
+        key = tuple(
+            x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg())
+            for x in tensors
+        )
+        layout = _layouts.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        key = layout = None  # not a tensor, or one of a kind without strides: build names it
+    if layout is None:
+        layout = build(tensors)
+        if key is None:
+            return layout
+        if len(_layouts) >= _LAYOUT_LIMIT:
+            _layouts.clear()
+        _layouts[key] = layout
+    layout.looked_up += 1
+    if layout.looked_up % _LOOKUPS_A_GUARD == 0:
+        matches = guards.guard(guarded)
+        if matches is not None:
+            _recent = ((matches, layout), *_recent[: _GUARD_LIMIT - 1])
+    return layout
 
 
 def _scale(value: object) -> float:

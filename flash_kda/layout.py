@@ -76,6 +76,7 @@ class Layout:
         "geometry",
         "heads",
         "index",
+        "looked_up",
         "on_cuda",
         "proven",
         "sequences",
@@ -105,6 +106,8 @@ class Layout:
     """For each of NAMES what overlap.py needs; None if absent."""
     extents: tuple[int, ...]
     """For each of NAMES the bytes from its first to its last element; 0 if absent or empty."""
+    looked_up: int
+    """How many times arguments.py has found it by its metadata."""
     states_alike: bool
     """Whether the two states have the same dtype and strides, so that they may be one tensor."""
     copies: tuple[bool, bool]
@@ -157,6 +160,7 @@ def build(tensors: Tensors) -> Layout:
     layout.sequences = _check_cu_seqlens(tensors[CU_SEQLENS], batch)
     layout.varlen = tensors[CU_SEQLENS] is not None
     layout.workspace = (None, 0)
+    layout.looked_up = 0
     for position in (K, V, G, OUT):
         _check_shape(tensors, position, (batch, tokens, heads, HEAD_DIM), "[B, T, H, 128] as q")
         _check_dtype(tensors, position, _BF16)

@@ -238,6 +238,7 @@ class GpuCall:
         monkeypatch.setattr(abi, "_launcher", stand_in.launcher)
         monkeypatch.setattr(ops, "_current_stream", lambda index: 4242)
         monkeypatch.setattr(arguments, "_layouts", {})
+        monkeypatch.setattr(arguments, "_recent", ())
 
     def __call__(self, **arguments_: Any) -> None:
         workspace = arguments_.pop("workspace", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,13 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import flash_kda
-from flash_kda import abi, arguments
+from flash_kda import abi, arguments, guards, layout
 
 B, T, H, N = 2, 6, 3, 3
 BF16 = torch.bfloat16
 TOKEN_TENSORS = ("q", "k", "v", "g", "out")
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 OPTIONAL = ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens", "workspace")
+
+
+@pytest.fixture(autouse=True)
+def _guard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata that have passed once are those that the next call is compared with first."""
+    monkeypatch.setattr(arguments, "_LOOKUPS_A_GUARD", 1)
+    monkeypatch.setattr(arguments, "_recent", ())
 
 
 def make(batch: int = B, tokens: int = T, heads: int = H) -> dict[str, Any]:
@@ -198,6 +206,9 @@ def test_kinds_of_tensors(name: str) -> None:
     call = make_packed()
     flash_kda.fwd(**call)  # the same metadata have passed before
     refused({**call, name: call[name].to_sparse()}, ValueError, f"{name}: got a tensor of layout")
+    if call[name].dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        opaque = call[name].to_mkldnn()
+        refused({**call, name: opaque}, ValueError, f"{name}: got a ")
     nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)])
     refused({**call, name: nested}, ValueError, f"{name}: got a nested tensor")
     jagged = torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged)
@@ -461,6 +472,112 @@ def test_memory_of_remembered_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch
         flash_kda.fwd(**keep[-1])
         assert len(layouts) <= 3
         assert all(len(layout.proven) <= 2 for layout in layouts.values())
+
+
+@pytest.fixture
+def no_lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def forbid() -> None:
+        monkeypatch.setattr(arguments, "_layout_of", None)
+
+    return forbid
+
+
+@pytest.mark.parametrize("absent", [(), ("A_log", "initial_state"), ("dt_bias", "final_state")])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_metadata_that_recur_are_not_looked_up(
+    no_lookup: Callable[[], None], absent: tuple[str, ...], in_place: bool
+) -> None:
+    if guards._guards is None:
+        pytest.skip("this torch has no guards")
+    calls = [make(), make()]
+    for call in calls:
+        if in_place:
+            call["final_state"] = call["initial_state"]
+        call.update(dict.fromkeys(absent))
+    flash_kda.fwd(**calls[0])
+    no_lookup()
+    for call in calls:
+        flash_kda.fwd(**call)
+
+
+def test_only_metadata_that_recur_get_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    if guards._guards is None:
+        pytest.skip("this torch has no guards")
+    monkeypatch.setattr(arguments, "_layouts", {})
+    monkeypatch.setattr(arguments, "_LOOKUPS_A_GUARD", 3)
+    calls = [make(tokens=tokens, heads=1) for tokens in range(1, 7)]
+    for expected in (0, 0, 4):
+        for call in calls:
+            flash_kda.fwd(**call)
+        assert len(arguments._recent) == expected
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda x: x.to(torch.float64 if x.dtype == torch.float32 else torch.float32),
+    "strides": lambda x: torch.stack([x, x], -1)[..., 0],
+    "fewer": lambda x: x[..., :-1],
+    "dimensions": lambda x: x[None],
+    "device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+@pytest.mark.parametrize("packed", [False, True])
+def test_changed_metadata_are_looked_up(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Or refused: what was remembered of the call before is not taken for this one."""
+    monkeypatch.setattr(arguments, "_GUARD_LIMIT", 100)
+    call = make_packed() if packed else make()
+    flash_kda.fwd(**call)
+    looked_up = []
+    look_up = arguments._layout_of
+
+    def recording(tensors: Any, guarded: Any) -> layout.Layout:
+        looked_up.append(tensors)
+        return look_up(tensors, guarded)
+
+    monkeypatch.setattr(arguments, "_layout_of", recording)
+    names = [name for name, x in call.items() if isinstance(x, torch.Tensor)]
+    for name in names:
+        for value in (change(call[name]), None):
+            with contextlib.suppress(TypeError, ValueError):
+                arguments.check(**{**call, name: value})
+    assert len(looked_up) == 2 * len(names)
+    if guards._guards is not None:
+        flash_kda.fwd(**call)
+        assert len(looked_up) == 2 * len(names)
+
+
+def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "_guards", None)
+    call = make()
+    for _ in range(3):
+        flash_kda.fwd(**call)
+    assert arguments._recent == ()
+    refused({**call, "beta": call["beta"].double()}, TypeError, "beta: got dtype torch.float64")
+
+
+@pytest.mark.parametrize("overlooked", ["dtype", "device", "size", "stride", "is_neg", "nothing"])
+def test_guards_that_overlook_something_are_not_used(overlooked: str) -> None:
+    """As those of some later torch might."""
+    properties: dict[str, Callable[[torch.Tensor], Any]] = {
+        "dtype": lambda x: x.dtype,
+        "device": lambda x: x.device,
+        "size": lambda x: x.size(),
+        "stride": lambda x: x.stride(),
+        "is_neg": lambda x: x.is_neg(),
+    }
+    seen = [value for name, value in properties.items() if name != overlooked]
+
+    class Guards:
+        def __init__(self, first: torch.Tensor, **_: Any) -> None:
+            self.first = [of(first) for of in seen]
+
+        def check(self, x: torch.Tensor | None) -> bool:
+            return x is not None and [of(x) for of in seen] == self.first
+
+    assert guards._tells_apart(Guards) == (overlooked == "nothing")
 
 
 # --- scalars ------------------------------------------------------------------------------------
