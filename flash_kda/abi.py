@@ -24,6 +24,15 @@ AUTOMATIC_PATH = -1
 ARGS = struct.Struct("<16Q35q2f12i")
 """Layout of ``flash_kda_forward_args``."""
 
+# Its parts, one after the other: calls that follow one another differ in the first and the third.
+_ADDRESSES = struct.Struct("<16Qq")
+_GEOMETRY = struct.Struct("<34q")
+_FACTORS = struct.Struct("<2f")
+_CODES = struct.Struct("<12i")
+_GEOMETRY_AT = _ADDRESSES.size
+_FACTORS_AT = _GEOMETRY_AT + _GEOMETRY.size
+_CODES_AT = _FACTORS_AT + _FACTORS.size
+
 _OK, _INVALID_ARGUMENT, _NO_DRIVER, _DRIVER_FAILED, _PATH_UNAVAILABLE = range(5)
 
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -50,7 +59,8 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int32,
         (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64)),
     ),
-    "forward": (ctypes.c_int32, (ctypes.c_uint64, ctypes.c_void_p)),
+    # The module is a uint64_t; ctypes takes integers for pointers, as large here, more quickly.
+    "forward": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
 }
 
 
@@ -70,12 +80,23 @@ class Plan(NamedTuple):
     workspace_bytes: int
 
 
-class _Arguments(threading.local):
-    """This thread's argument block, packed anew by each call."""
+class _Arguments:
+    """An argument block."""
+
+    __slots__ = ("address", "buffer", "shape")
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(ARGS.size)
         self.address = ctypes.addressof(self.buffer)
+        self.shape: tuple[object, ...] | None = None
+        """What its second and fourth part hold."""
+
+
+class _OfThread(threading.local):
+    """This thread's block, filled anew by each call."""
+
+    def __init__(self) -> None:
+        self.arguments = _Arguments()
 
 
 class Launcher:
@@ -101,7 +122,7 @@ class Launcher:
         self._functions = {name: self._function(library, name) for name in _PROTOTYPES}
         self._forward = self._functions["forward"]
         self._last_error = self._functions["last_error"]
-        self._arguments = _Arguments()
+        self._of_thread = _OfThread()
         name_of = self._functions["path_name"]
         self.path_names: tuple[str, ...] = tuple(
             name_of(path_id).decode() for path_id in range(self._functions["path_count"]())
@@ -169,41 +190,42 @@ class Launcher:
         self,
         module: int,
         pointers: tuple[int, ...],
+        stream: int,
         workspace_bytes: int,
         geometry: tuple[int, ...],
         scale: float,
         lower_bound: float,
-        codes: tuple[int, ...],
+        dtypes: tuple[int, ...],
+        beta_is_logits: bool,
         path: int,
     ) -> None:
         """Start the kernels. Nothing is checked here: callers pass what arguments.check allowed.
 
         Args:
             module: handle from open_module.
-            pointers: 16 addresses in the order of the C struct, the stream last; 0 if absent.
+            pointers: 15 addresses in the order of the C struct; 0 if absent.
+            stream: a CUstream.
             workspace_bytes: size of the workspace.
             geometry: the 34 integers that follow workspace_bytes in the C struct.
             scale, lower_bound: within the range of fp32.
-            codes: the 9 dtype codes and beta_is_logits.
+            dtypes: the 9 dtype codes.
+            beta_is_logits: whether beta is.
             path: an index of path_names, or AUTOMATIC_PATH.
 
         Raises:
             ValueError: the launcher refused the arguments or the forced path.
             LaunchError: a driver call failed.
         """
-        arguments = self._arguments
-        ARGS.pack_into(
-            arguments.buffer,
-            0,
-            *pointers,
-            workspace_bytes,
-            *geometry,
-            scale,
-            lower_bound,
-            *codes,
-            path,
-            0,
-        )
+        arguments = self._of_thread.arguments
+        buffer = arguments.buffer
+        _ADDRESSES.pack_into(buffer, 0, *pointers, stream, workspace_bytes)
+        _FACTORS.pack_into(buffer, _FACTORS_AT, scale, lower_bound)
+        shape = (geometry, dtypes, beta_is_logits, path)
+        if shape != arguments.shape:
+            arguments.shape = None  # in case that packing fails
+            _GEOMETRY.pack_into(buffer, _GEOMETRY_AT, *geometry)
+            _CODES.pack_into(buffer, _CODES_AT, *dtypes, beta_is_logits, path, 0)
+            arguments.shape = shape
         status = self._forward(module, arguments.address)
         if status:
             self._raise(status)

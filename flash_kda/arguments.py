@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,16 +67,10 @@ _recent: tuple[tuple[guards.Guard, Layout], ...] = ()
 ) = (torch.empty(at, device="meta") for at in range(10))
 
 
-class CheckedCall(NamedTuple):
-    """A call whose arguments are all as they must be."""
-
-    layout: Layout
-    pointers: tuple[int, ...]
-    """Addresses in the order of layout.NAMES; 0 if absent or empty."""
-    scale: float
-    lower_bound: float
-    copies: tuple[Tensor, ...]
-    """Contiguous copies that some pointers refer to; to be kept until the launch."""
+CheckedCall = tuple[Layout, tuple[int, ...], float, float, tuple[Tensor, ...]]
+"""A call whose arguments are all as they must be: the layout; addresses in the order of
+layout.NAMES, 0 if absent or empty; scale; lower_bound; and contiguous copies that some addresses
+refer to, to be kept until the launch."""
 
 
 def check(
@@ -210,7 +204,7 @@ def check(
         cpu.check_values(layout, tensors)
     if layout.copies != (False, False):
         return _with_copies(layout, pointers, scale, lower_bound, A_log, dt_bias)
-    return CheckedCall(layout, pointers, scale, lower_bound, ())
+    return layout, pointers, scale, lower_bound, ()
 
 
 def check_workspace_size(workspace: Tensor, needed: int, layout: Layout) -> None:
@@ -398,4 +392,4 @@ def _with_copies(
             copy = tensor.detach().contiguous()
             addresses[position] = copy.data_ptr()
             copies.append(copy)
-    return CheckedCall(layout, tuple(addresses), scale, lower_bound, tuple(copies))
+    return layout, tuple(addresses), scale, lower_bound, tuple(copies)

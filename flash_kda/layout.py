@@ -85,6 +85,7 @@ class Layout:
         "tokens",
         "varlen",
         "workspace",
+        "writes_nothing",
     )
 
     device: torch.device
@@ -114,6 +115,8 @@ class Layout:
     """Whether A_log and dt_bias have gaps and must be copied for the kernels."""
     workspace: tuple[int | None, int]
     """A path, forced or automatic, and the bytes its kernels need; of the last call."""
+    writes_nothing: bool
+    """Whether neither out nor final_state has elements that a call writes."""
     proven: set[tuple[int, ...]]
     """Addresses for which arguments.py has found everything in order."""
 
@@ -179,6 +182,7 @@ def build(tensors: Tensors) -> Layout:
 
     layout.geometries = tuple(None if x is None else _geometry(x) for x in tensors)
     layout.extents = tuple(0 if x is None else overlap.extent_bytes(x) for x in layout.geometries)
+    layout.writes_nothing = not layout.sequences or not (layout.t_total or layout.extents[FINAL])
     layout.proven = set()
     layout.copies = (_has_gaps(tensors[A_LOG]), _has_gaps(tensors[DT_BIAS]))
     initial, final = tensors[INITIAL], tensors[FINAL]

@@ -14,9 +14,8 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from . import abi, cpu, library, loader
-from .arguments import CheckedCall, check, check_workspace_size
+from .arguments import check, check_workspace_size
 from .layout import (
-    FINAL,
     INDICES,
     LIMIT_TEXT,
     TOKEN_LIMIT,
@@ -197,7 +196,7 @@ def run(
     checkpoint_states: Tensor | None = None,
 ) -> None:
     """``fwd`` on real tensors: what an eager call and the registered operator both execute."""
-    call = check(
+    layout, pointers, scale, lower_bound, _copies = check(
         q,
         k,
         v,
@@ -218,22 +217,22 @@ def run(
     )
     if beta_is_logits is not True and beta_is_logits is not False:
         raise TypeError(refuse("beta_is_logits", shown(beta_is_logits), "True or False"))
-    on_cuda = call.layout.on_cuda
+    on_cuda = layout.on_cuda
     if on_cuda and not _environment.get(_check_key):
-        _forward_cuda(call, workspace, beta_is_logits)
+        _forward_cuda(layout, pointers, scale, lower_bound, workspace, beta_is_logits)
         return
     tensors = (
         *(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens),
         *(state_indices, checkpoint_offsets, checkpoint_states, workspace),
     )
     if on_cuda:
-        _check_on_host(call.layout, tensors)
-        _forward_cuda(call, workspace, beta_is_logits)
+        _check_on_host(layout, tensors)
+        _forward_cuda(layout, pointers, scale, lower_bound, workspace, beta_is_logits)
         return
-    _check_on_cpu(call, workspace)
+    _check_on_cpu(layout, workspace)
     # A compiled graph cannot enter or leave inference mode.
     with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
-        cpu.forward(call.layout, tensors, call.scale, call.lower_bound, beta_is_logits)
+        cpu.forward(layout, tensors, scale, lower_bound, beta_is_logits)
 
 
 _operator = library.register(run)
@@ -323,10 +322,16 @@ def _cuda_device(device: torch.device | str | int | None) -> torch.device:
     return where
 
 
-def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: bool) -> None:
-    layout = call.layout
-    if not layout.sequences or not (layout.t_total or layout.extents[FINAL]):
-        return  # nothing to write
+def _forward_cuda(
+    layout: Layout,
+    pointers: tuple[int, ...],
+    scale: float,
+    lower_bound: float,
+    workspace: Tensor | None,
+    beta_is_logits: bool,
+) -> None:
+    if layout.writes_nothing:
+        return
     module = loader.module_for(layout.device)
     launcher = abi.launcher()
     path = _forced_path(launcher)
@@ -335,24 +340,24 @@ def _forward_cuda(call: CheckedCall, workspace: Tensor | None, beta_is_logits: b
         sizes = (layout.t_total, layout.heads, layout.sequences)
         needed = launcher.plan(*sizes, module.gpu, path, layout.varlen).workspace_bytes
         layout.workspace = (path, needed)
-    pointers = call.pointers
-    if not needed:
-        pass  # a workspace that is given is left alone
-    elif workspace is None:
-        # Freed to this stream's pool on return: later work on the stream runs after the kernels.
-        workspace = _scratch(needed, layout.device)
-        pointers = (*pointers[:WORKSPACE], _address_of(workspace))
-    else:
-        check_workspace_size(workspace, needed, layout)
-        needed = workspace.numel()
+    if needed:
+        if workspace is None:
+            # Freed to this stream's pool on return: later work on it runs after the kernels.
+            workspace = _scratch(needed, layout.device)
+            pointers = (*pointers[:WORKSPACE], _address_of(workspace))
+        else:
+            check_workspace_size(workspace, needed, layout)
+            needed = workspace.numel()
     launcher.forward(
         module.handle,
-        (*pointers, _current_stream(layout.index)),
+        pointers,
+        _current_stream(layout.index),
         needed,
         layout.geometry,
-        call.scale,
-        call.lower_bound,
-        (*layout.dtypes, int(beta_is_logits)),
+        scale,
+        lower_bound,
+        layout.dtypes,
+        beta_is_logits,
         path,
     )
 
@@ -412,7 +417,7 @@ def _capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:
+def _check_on_cpu(layout: Layout, workspace: Tensor | None) -> None:
     """Refuse what a GPU call would refuse, as far as this installation can tell.
 
     The workspace's size and the names of paths are the launcher's to know. The CPU path needs
@@ -426,6 +431,5 @@ def _check_on_cpu(call: CheckedCall, workspace: Tensor | None) -> None:
         return
     _forced_path(launcher)
     if workspace is not None and not torch.cuda.is_available():
-        layout = call.layout
         needed = launcher.workspace_size(layout.t_total, layout.heads, layout.sequences)
         check_workspace_size(workspace, needed, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import struct
 import threading
@@ -17,10 +18,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_kda import abi, arguments, cpu, driver, errors, loader, ops
 
-POINTERS = tuple(range(1, 17))
+POINTERS = tuple(range(1, 16))
 GEOMETRY = tuple(range(101, 135))
 H200 = abi.Gpu(90, 132)
-CODES = (2, 1, 3, 1, 2, 6, 5, 6, 1, 1)  # dtypes, then beta_is_logits
+DTYPES = (2, 1, 3, 1, 2, 6, 5, 6, 1)
+
+
+def forward(
+    launcher: abi.Launcher,
+    pointers: tuple[int, ...] = POINTERS,
+    stream: int = 16,
+    workspace_bytes: int = 14,
+    geometry: tuple[int, ...] = GEOMETRY,
+    scale: float = 0.5,
+    dtypes: tuple[int, ...] = DTYPES,
+    *,
+    logits: bool = True,
+    path: int = 1,
+) -> None:
+    sizes = (stream, workspace_bytes, geometry)
+    launcher.forward(5, pointers, *sizes, scale, -2.5, dtypes, logits, path)
 
 
 class StandIn:
@@ -86,9 +103,9 @@ def test_header_has_this_version() -> None:
 
 
 def test_every_field_arrives_where_c_reads_it(stand_in: StandIn) -> None:
-    stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, CODES, 1)
+    forward(stand_in.launcher)
     names = list(stand_in.fields)
-    assert tuple(stand_in.last(name) for name in names[:16]) == POINTERS
+    assert tuple(stand_in.last(name) for name in names[:16]) == (*POINTERS, 16)
     assert names[15:17] == ["stream", "workspace_bytes"]
     assert stand_in.last("workspace_bytes") == 14
     geometry: list[int] = []
@@ -97,19 +114,53 @@ def test_every_field_arrives_where_c_reads_it(stand_in: StandIn) -> None:
         geometry += value if isinstance(value, tuple) else [value]
     assert tuple(geometry) == GEOMETRY
     assert (stand_in.last("scale"), stand_in.last("lower_bound")) == (0.5, -2.5)
-    assert tuple(stand_in.last(name) for name in names if name.endswith("_dtype")) == CODES[:-1]
-    assert stand_in.last("beta_is_logits") == CODES[-1]
+    assert tuple(stand_in.last(name) for name in names if name.endswith("_dtype")) == DTYPES
+    assert stand_in.last("beta_is_logits") == 1
     assert (stand_in.last("path"), stand_in.last("reserved")) == (1, 0)
 
 
+def test_every_field_that_changes_arrives(stand_in: StandIn) -> None:
+    """Though the block is not filled anew where two calls are alike."""
+
+    def block() -> list[Any]:
+        return [stand_in.last(name) for name in stand_in.fields]
+
+    forward(stand_in.launcher)
+    usual = block()
+    for count, change in (
+        (16, {"pointers": tuple(range(51, 66)), "stream": 70}),
+        (1, {"workspace_bytes": 9}),
+        (1, {"geometry": (*GEOMETRY[:-1], 7)}),
+        (1, {"scale": -0.5}),
+        (9, {"dtypes": (7,) * 9}),
+        (1, {"logits": False}),
+        (1, {"path": -1}),
+    ):
+        for _ in range(2):
+            forward(stand_in.launcher, **change)
+            assert sum(a != b for a, b in zip(block(), usual, strict=True)) == count
+        forward(stand_in.launcher, geometry=(*GEOMETRY,))
+        assert block() == usual
+    forward(stand_in.launcher, scale=0.0)
+    forward(stand_in.launcher, scale=-0.0)
+    assert math.copysign(1, stand_in.last("scale")) == -1
+
+
+def test_a_block_that_cannot_be_filled_is_not_taken_for_filled(stand_in: StandIn) -> None:
+    with pytest.raises(struct.error):
+        forward(stand_in.launcher, geometry=(7,) * 34, dtypes=(2**31,) * 9)
+    forward(stand_in.launcher)
+    assert stand_in.last("batch") == GEOMETRY[0]
+
+
 def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:
-    failures = []
+    failures, launcher = [], stand_in.launcher
 
     def work(number: int) -> None:
         try:
             for _ in range(10):
-                pointers, geometry = (number,) * 16, (number,) * 34
-                stand_in.launcher.forward(77, pointers, number, geometry, 1.0, -1.0, (0,) * 10, -1)
+                pointers, rest = (number,) * 15, (number, number, (number,) * 34)
+                launcher.forward(77, pointers, *rest, 1.0, -1.0, (0,) * 9, False, -1)
         except ValueError as error:
             failures.append(error)
 
@@ -134,7 +185,7 @@ def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:
 def test_statuses(stand_in: StandIn, status: int, error: type[Exception]) -> None:
     stand_in.set_status(status)
     with pytest.raises(error, match="the stand-in's text"):
-        stand_in.launcher.forward(5, POINTERS, 14, GEOMETRY, 0.5, -2.5, CODES, 1)
+        forward(stand_in.launcher)
     with pytest.raises(error, match="the stand-in's text"):
         stand_in.launcher.open_module(b"image", 0)
     with pytest.raises(error, match="the stand-in's text"):
@@ -242,8 +293,8 @@ class GpuCall:
 
     def __call__(self, **arguments_: Any) -> None:
         workspace = arguments_.pop("workspace", None)
-        checked = arguments.check(**arguments_, workspace=workspace)
-        checked.layout.on_cuda = True
+        layout = arguments.check(**arguments_, workspace=workspace)[0]
+        layout.on_cuda = True
         ops.fwd(**arguments_, workspace=workspace)
 
 
