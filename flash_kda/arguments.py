@@ -23,7 +23,6 @@ from .layout import (
     NAMES,
     OUT,
     WORKSPACE,
-    WRITTEN,
     G,
     K,
     Layout,
@@ -339,8 +338,19 @@ def _refuse_without_memory(tensors: Tensors, layout: Layout) -> None:
 
 
 def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout) -> None:
-    if any(extent and not at for at, extent in zip(pointers, layout.extents, strict=True)):
-        _refuse_without_memory(tensors, layout)
+    for position in layout.present:
+        if not pointers[position]:
+            _refuse_without_memory(tensors, layout)
+    bits = pointers[Q] | pointers[K] | pointers[V] | pointers[G] | pointers[OUT]
+    if bits % _VECTOR_BYTES or pointers[WORKSPACE] % _WORKSPACE_ALIGNMENT:
+        _refuse_misaligned(pointers)
+    for written, other, written_bytes, other_bytes in layout.pairs:
+        distance = pointers[other] - pointers[written]
+        if -other_bytes < distance < written_bytes:
+            _check_overlap(written, other, distance, layout)
+
+
+def _refuse_misaligned(pointers: tuple[int, ...]) -> None:
     for position in (*_ALIGNED_16, WORKSPACE):
         alignment = _WORKSPACE_ALIGNMENT if position == WORKSPACE else _VECTOR_BYTES
         excess = pointers[position] % alignment
@@ -352,28 +362,21 @@ def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout
                     f"{alignment}-byte alignment of its first element",
                 )
             )
-    _check_overlaps(pointers, layout)
 
 
-def _check_overlaps(pointers: tuple[int, ...], layout: Layout) -> None:
+def _check_overlap(written: int, other: int, distance: int, layout: Layout) -> None:
     """Refuse a written tensor that shares memory with another; states may be one tensor."""
-    extents, geometries = layout.extents, layout.geometries
-    for written in WRITTEN:
-        begin, end = pointers[written], pointers[written] + extents[written]
-        for other, geometry in enumerate(geometries):
-            at = pointers[other]
-            if other == written or not (at < end and begin < at + extents[other]):
-                continue
-            if {written, other} == {INITIAL, FINAL} and layout.states_alike and at == begin:
-                continue
-            mine = geometries[written]
-            assert mine is not None and geometry is not None
-            if overlap.share_memory(mine, geometry, at - begin):
-                needs = "memory that no other argument uses"
-                if {written, other} == {INITIAL, FINAL}:
-                    needs = "memory of its own, or to be the very tensor given as initial_state"
-                got = f"a tensor that shares memory with {NAMES[other]}"
-                raise ValueError(refuse(NAMES[written], got, needs))
+    states = {written, other} == {INITIAL, FINAL}
+    if states and layout.states_alike and not distance:
+        return
+    mine, theirs = layout.geometries[written], layout.geometries[other]
+    assert mine is not None and theirs is not None
+    if overlap.share_memory(mine, theirs, distance):
+        needs = "memory that no other argument uses"
+        if states:
+            needs = "memory of its own, or to be the very tensor given as initial_state"
+        got = f"a tensor that shares memory with {NAMES[other]}"
+        raise ValueError(refuse(NAMES[written], got, needs))
 
 
 def _with_copies(

@@ -78,6 +78,8 @@ class Layout:
         "index",
         "looked_up",
         "on_cuda",
+        "pairs",
+        "present",
         "proven",
         "sequences",
         "states_alike",
@@ -109,6 +111,10 @@ class Layout:
     """For each of NAMES the bytes from its first to its last element; 0 if absent or empty."""
     looked_up: int
     """How many times arguments.py has found it by its metadata."""
+    present: tuple[int, ...]
+    """Positions in NAMES of the tensors that are not absent or empty."""
+    pairs: tuple[tuple[int, int, int, int], ...]
+    """Of them, each that is written with each other, and the extents of the two."""
     states_alike: bool
     """Whether the two states have the same dtype and strides, so that they may be one tensor."""
     copies: tuple[bool, bool]
@@ -182,6 +188,13 @@ def build(tensors: Tensors) -> Layout:
 
     layout.geometries = tuple(None if x is None else _geometry(x) for x in tensors)
     layout.extents = tuple(0 if x is None else overlap.extent_bytes(x) for x in layout.geometries)
+    layout.present = tuple(at for at, extent in enumerate(layout.extents) if extent)
+    layout.pairs = tuple(
+        (written, other, layout.extents[written], layout.extents[other])
+        for written in WRITTEN
+        for other in layout.present
+        if written in layout.present and other != written
+    )
     layout.writes_nothing = not layout.sequences or not (layout.t_total or layout.extents[FINAL])
     layout.proven = set()
     layout.copies = (_has_gaps(tensors[A_LOG]), _has_gaps(tensors[DT_BIAS]))
