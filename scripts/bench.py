@@ -36,7 +36,7 @@ import bench_facts  # noqa: E402
 import bench_report  # noqa: E402
 import bench_tune  # noqa: E402
 from bench_fla import FLA  # noqa: E402
-from bench_timing import Clock  # noqa: E402
+from bench_timing import REST_S, Clock  # noqa: E402
 
 import flash_kda  # noqa: E402
 from flash_kda import abi  # noqa: E402
@@ -58,6 +58,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=50, help="timed calls per repeat")
     parser.add_argument(
         "--repeats", type=int, default=3, help="repeats; the median one is reported"
+    )
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=REST_S,
+        help="seconds the GPU rests before each repeat, lest it lower its clock",
     )
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
     parser.add_argument(
@@ -88,7 +94,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("iters", "repeats"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    for name in ("warmup", "fla_workers"):
+    for name in ("warmup", "fla_workers", "rest"):
         if getattr(arguments, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     return arguments
@@ -258,7 +264,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     facts = bench_facts.collect(ROOT, device)
     fla = open_fla(arguments, device, facts["gpu_short"])
     tune = fla is not None and fla.available and arguments.fla_workers > 0
-    clock = Clock(device, arguments.warmup, arguments.iters)
+    clock = Clock(device, arguments.warmup, arguments.iters, arguments.rest)
     result = facts | {
         "fla": fla.version if fla is not None and fla.available else None,
         "fla_error": fla.error if fla is not None else "not measured",
@@ -266,6 +272,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "warmup": arguments.warmup,
             "iters": arguments.iters,
             "repeats": arguments.repeats,
+            "rest_s": clock.rest_s,
             "l2_flush_bytes": clock.flush_bytes,
             "forced_path": forced,
         }

@@ -213,6 +213,7 @@ def facts_table(document: dict[str, Any]) -> list[str]:
     driver = document["driver"] or {}
     compiler = document["compiler"] or {}
     settings = document["settings"]
+    rest = settings.get("rest_s")
     fla = document["fla"] or f"none ({document['fla_error']})"
     facts = [
         ("GPU", f"{document['gpu']}, {document['sm_count']} SMs"),
@@ -226,7 +227,8 @@ def facts_table(document: dict[str, Any]) -> list[str]:
         (
             "method",
             f"median of {settings['repeats']} repeats of the median of {settings['iters']} calls, "
-            f"{settings['warmup']} warm-up calls, L2 flushed before each call",
+            f"{settings['warmup']} warm-up calls, L2 flushed before each call"
+            + (f", {rest} s of rest before each repeat" if rest else ""),
         ),
     ]
     if settings.get("forced_path"):

@@ -13,6 +13,10 @@ Call = Callable[[], object]
 # Larger than the L2 cache of every supported card: writing it evicts what the last call left there.
 FLUSH_BYTES = 256 * 2**20
 
+# Before each measurement. Without it the kernels of one after the other draw more power than the
+# card may: it lowers its clock, by so much as happens to have been measured before.
+REST_S = 0.25
+
 # Launches queue up to about a thousand deep; a full queue would make the host wait for the GPU.
 HOST_BATCH = 100
 
@@ -20,11 +24,14 @@ HOST_BATCH = 100
 class Clock:
     """Times calls on one device; on the CPU both clocks read wall time."""
 
-    def __init__(self, device: torch.device, warmup: int, iters: int) -> None:
+    def __init__(
+        self, device: torch.device, warmup: int, iters: int, rest_s: float = REST_S
+    ) -> None:
         self.device = device
         self.warmup = warmup
         self.iters = iters
         self.on_gpu = device.type == "cuda"
+        self.rest_s = rest_s if self.on_gpu else 0.0
         self.flush_bytes = FLUSH_BYTES if self.on_gpu else 0
         self._flush: torch.Tensor | None = None
         if self.on_gpu:
@@ -50,6 +57,7 @@ class Clock:
         The flush also gives the host time to queue the call, so that short kernels are not timed
         together with the launch that feeds them.
         """
+        time.sleep(self.rest_s)
         for _ in range(self.warmup):
             call()
         self.synchronize()
