@@ -80,7 +80,7 @@ struct FusedShape {
   }
   constexpr int smem_bytes() const {
     const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
-    const int group_bytes = 2 * 2 * kGroupWarps * 2 * kChunk * 4;
+    const int group_bytes = (2 * 2 + 1) * kGroupWarps * 2 * kChunk * 4;
     const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(FusedWarpMemory)) +
                       groups * group_bytes + solvers * (2 * ChunkRecord::kHalfImageBytes + 8);
     return (bytes + 1023) / 1024 * 1024;
@@ -88,6 +88,7 @@ struct FusedShape {
 };
 
 constexpr int kRowsOfWarp = 16;
+constexpr int kStateStages = 3;  // of the ring, that a state takes on its way to a chain
 constexpr FusedShape kFused{2, 4, 4, 2, 14, 200, 88, 112};
 static_assert(kFused.registers_suffice(), "or a warpgroup waits for its registers forever");
 

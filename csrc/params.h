@@ -124,12 +124,13 @@ struct ForwardParams {
   int segments;              // parts that every sequence is cut into; 1: not cut
   int job_segments;          // of them, those that this launch of `segments` works on
   int clusters;              // of `fused`
+  int state_stages;          // of its ring, in which a chain's initial state comes; 0: in none
   long long jobs;            // sequences x job_segments x H
   int checkpoints;           // C
   int beta_dtype, a_log_dtype, dt_bias_dtype, initial_dtype, final_dtype, cu_seqlens_dtype;
   int state_indices_dtype, checkpoint_offsets_dtype, checkpoint_dtype;
   int beta_is_logits;
-  // Whether pairs of state elements are naturally aligned.
+  // Whether fours of state elements are naturally aligned.
   int initial_vectorised, final_vectorised, checkpoint_vectorised;
 };
 

@@ -34,7 +34,9 @@ WHOLE = ((0, RECORD_BYTES),)
 WITHOUT_QUERIES = ((0, 4096), (8192, 4096), (12288, 4096), (20480, 4096), (24576, 2560))
 MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
 SHARE_BYTES, STATE_WARPS, MOST_CLUSTERS = 16, 8, 72
-CHAIN_COST = 2  # what a chain takes beside its chunks, as so many chunks
+CHAIN_COST = 4  # what a chain takes beside its chunks, as so many chunks
+STATE_STAGES, STATE_ROWS = 3, 22  # of the ring, and of a state in one of them
+STATE_ROW_BYTES = 4 * DIM + 32  # in a stage
 PATHS = {"fused": 3, "segments": 4}  # as host/plan.h numbers them
 RECORD_TOKENS = {"fused": CHUNK, "segments": PAIR}
 STATE_MAP = ("state", "map")  # of a segment in the workspace; of the first one the map is a copy
@@ -98,17 +100,17 @@ class Pool:
     head_stride: int = DIM * DIM
 
     def state(self, slot: int, head: int, row: int) -> Event | None:
-        """Address, dtype and whether pairs are aligned; None: nowhere."""
+        """Address, dtype and whether fours are aligned; None: nowhere."""
         if not 0 <= slot < self.slots:
             return None
         element = ELEMENT[self.dtype]
         offset = slot * self.slot_stride + head * self.head_stride + row * DIM
-        pairs = (self.base, self.slot_stride * element, self.head_stride * element)
-        return [
-            self.base + element * offset,
-            self.dtype,
-            int(all(x % (2 * element) == 0 for x in pairs)),
-        ]
+        return [self.base + element * offset, self.dtype, int(self.aligned(4 * element))]
+
+    def aligned(self, size: int) -> bool:
+        element = ELEMENT[self.dtype]
+        places = (self.base, self.slot_stride * element, self.head_stride * element)
+        return all(x % size == 0 for x in places)
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,7 @@ class Job:
     out: int
     events: list[Event] = field(default_factory=list)
     turn: int = 0  # of the cluster
+    first: int = 0  # of its stages among all that the cluster goes through
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -305,6 +308,8 @@ class Expected:
             assert self.turn_base + 4 <= self.carried_base
         elif self.fused and call.bounds is None:  # needs no workspace, and so is given none
             self.records_base = self.middles_base = self.carried_base = 0
+        # Where the initial state comes by way of the ring: by copies of whole rows.
+        self.staged = self.fused and call.initial is not None and call.initial.aligned(16)
         self.end = result["workspace"] + result["workspace_bytes"]
         # Records of each segment of each sequence: even parts, the later ones of short sequences
         # empty. And the number of each sequence's first record among all.
@@ -429,10 +434,18 @@ class Expected:
             initial = self.carried(sequence, head, segment - 1, "state", row)
         return initial, final if segment == self.segments - 1 else [None]
 
+    def state_stages(self, job: Job) -> int:
+        """Those in which the state before a chain comes, if nobody hands it on."""
+        return STATE_STAGES if self.staged and self.part(job).start == 0 else 0
+
     def chain(self, job: Job, row: int, kept: bool = True) -> list[Event]:
         """With the checkpoints or without."""
         initial, final = self.states(job, row)
         events: list[Event] = [["load", *initial]]
+        if self.state_stages(job):
+            assert self.call.initial is not None
+            read = ["read", job.first % FUSED.stages, self.call.initial.dtype, row % 64]
+            events = [read, *([events[0]] if initial == [None] else [])]
         for index, tokens in self.checkpoints(job) if kept else []:
             events += self.kept(job, row, index, tokens)
         return [*events, ["run", len(self.part(job))], ["finish"], ["store", *final]]
@@ -629,14 +642,18 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
     shape = FUSED
     # Clusters in the order in which they began: that of their turns, if they take any.
     clusters: dict[int, dict[tuple[int, int], list[Event]]] = {}
+    copies: dict[int, list[Event]] = {}
     for x in launch["warps"]:
         cluster, cta = divmod(x["cta"], shape.cluster)
         clusters.setdefault(cluster, {})[cta, x["warp"]] = x["events"]
+        copies.setdefault(cluster, []).extend(x["sent"])
+    sent = list(copies.values())
     assert sorted(clusters) == list(range(expected.clusters))
     assert launch["turns"] == [expected.clusters] * expected.shared
     turns: list[list[Job]] = []
     for turn, mine in enumerate(clusters.values()):
         jobs = jobs_of(mine[0, 0], turn)
+        number_stages(expected, jobs)
         turns.append(jobs)
         for (cta, warp), events in mine.items():
             if warp >= shape.warps:
@@ -644,6 +661,7 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
             # Every warp of the chain has all jobs, in the same order, and rows of its own.
             row = 64 * cta + 16 * warp
             own = jobs_of(events, turn)
+            number_stages(expected, own)
             assert [job.name for job in own] == [job.name for job in jobs]
             assert [job.tokens for job in own] == [job.tokens for job in jobs]
             for job in own:
@@ -653,7 +671,8 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
                 else:
                     check_unordered(expected, job, row)
         if len(mine) == shape.cluster * shape.all_warps:
-            check_walks(jobs, mine)
+            check_walks(expected, jobs, mine)
+            check_sent(expected, launch, jobs, sent[turn])
         else:
             assert len(mine) == shape.cluster * shape.warps
     if expected.shared:
@@ -666,6 +685,33 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
         assert [[job.name for job in jobs] for jobs in turns] == [
             [(sequence, head, 0)] for sequence, head in expected.call.chains
         ]
+
+
+def number_stages(expected: Expected, jobs: list[Job]) -> None:
+    stages = 0
+    for job in jobs:
+        job.first = stages
+        stages += expected.state_stages(job) + len(expected.part(job))
+
+
+def check_sent(
+    expected: Expected, launch: dict[str, Any], jobs: list[Job], sent: list[Event]
+) -> None:
+    """Every row of every initial state that comes through the ring is copied once, to its CTA."""
+    stages, stage_bytes, full, barrier_bytes = launch["smem"]
+    copies = []
+    for job in jobs:
+        for row in range(DIM if expected.state_stages(job) else 0):
+            state = expected.state(expected.call.initial, job.sequence, job.head, row)
+            if state == [None]:
+                continue
+            cta, own = divmod(row, DIM // FUSED.cluster)
+            part, place = divmod(own, STATE_ROWS)
+            stage = (job.first + part) % FUSED.stages
+            to = stages + stage_bytes * stage + STATE_ROW_BYTES * place
+            size = DIM * ELEMENT[state[1]]
+            copies.append(["send", cta, to, state[0], size, full + barrier_bytes * stage])
+    assert sorted(sent) == sorted(copies)
 
 
 def check_shares(expected: Expected, turns: list[list[Job]]) -> None:
@@ -726,9 +772,9 @@ def outline_of(events: list[Event]) -> list[tuple[str, list[int]]]:
 
 def check_unordered(expected: Expected, job: Job, row: int) -> None:
     """Whatever is kept is a state that its offset names, once at most."""
-    first, *middle = job.events
-    kept, rest = middle[:-3], middle[-3:]
-    assert [first, *rest] == expected.chain(job, row, kept=False)
+    whole = expected.chain(job, row, kept=False)
+    kept = job.events[len(whole) - 3 : -3]
+    assert [*job.events[: len(whole) - 3], *job.events[-3:]] == whole
     allowed = expected.checkpoints(job)
     done = 0
     for found in zip(kept[::2], kept[1::2], strict=True):
@@ -739,15 +785,21 @@ def check_unordered(expected: Expected, job: Job, row: int) -> None:
         allowed.remove(index[0])
 
 
-def check_walks(jobs: list[Job], mine: dict[tuple[int, int], list[Event]]) -> None:
-    """Rows and solvers: every chunk of the cluster's jobs once, by the CTA that owns its stage."""
+def check_walks(
+    expected: Expected, jobs: list[Job], mine: dict[tuple[int, int], list[Event]]
+) -> None:
+    """Rows and solvers: every part of a state that comes by way of the ring and every chunk of the
+    cluster's jobs once, by the CTA that owns its stage."""
     shape = FUSED
-    every = [
-        ["chunk", job.head, row, begin + CHUNK * n, min(CHUNK, length - CHUNK * n)]
-        for job in jobs
-        for row, begin, length in [job.tokens]
-        for n in range(records_of(length, CHUNK))
-    ]
+    every: list[Event] = []
+    for job in jobs:
+        assert len(every) == job.first
+        every += [["part", job.head, job.sequence, n] for n in range(expected.state_stages(job))]
+        row, begin, length = job.tokens
+        every += [
+            ["chunk", job.head, row, begin + CHUNK * n, min(CHUNK, length - CHUNK * n)]
+            for n in range(records_of(length, CHUNK))
+        ]
     makers = [
         [(cta, [shape.warps + solver]) for solver in range(shape.solvers) for cta in (0, 1)],
         [
@@ -764,8 +816,8 @@ def check_walks(jobs: list[Job], mine: dict[tuple[int, int], list[Event]]) -> No
             indices = [event[1] for event in walks[0]]
             assert indices == sorted(indices)
             seen += indices
-            for name, index, stage, turn, head, row, begin, length in walks[0]:
-                assert [name, head, row, begin, length] == every[index]
+            for name, index, stage, turn, *what in walks[0]:
+                assert [name, *what] == every[index]
                 assert (turn, stage) == divmod(index, shape.stages)
                 assert index % shape.cluster == cta
         assert sorted(seen) == list(range(len(every)))

@@ -19,25 +19,34 @@ namespace flash_kda {
 // record_address(stage), wait(stage, parity), landed(stage, parity) without waiting, and
 // release(stage, arrives), called by all lanes once this warp has read the record: those arrive of
 // which it is true. `Step` says how many tiles, how many tokens a record is for, and whether there
-// are outputs, without which the chain only carries the state on. With kByAddress it hands the
-// record to the tensor cores, by its address in shared memory, and lets go of it once they are
-// done; without, its lanes load from the record, and it lets go of the one before. `Memory` is a
-// ChainWarpMemory.
+// are outputs, without which the chain only carries the state on. kFours says how channels are
+// permuted (chunk/state_io.cuh). With kByAddress it hands the record to the tensor cores, by its
+// address in shared memory, and lets go of it once they are done; without, its lanes load from the
+// record, and it lets go of the one before. `Memory` is a ChainWarpMemory.
 template <class Ring, class Step, class Memory>
 class Chain {
  public:
   static constexpr int kTiles = Step::kTiles;
   static constexpr int kTokens = Step::kTokens;
   static constexpr bool kOutputs = Step::kOutputs;
+  static constexpr bool kFours = Step::kFours;
   using State = float[kTiles][kStateTiles][4];
 
   __device__ __forceinline__ Chain(const ForwardParams& p, const Ring& ring, Memory& memory)
-      : p_(p), ring_(ring), memory_(memory), lane_(threadIdx.x & 31), step_(lane_) {
+      : p_(p),
+        ring_(ring),
+        memory_(memory),
+        lane_(threadIdx.x & 31),
+        value_step_(2 * kTokensAtOnce * p.v_stride.token),
+        out_step_(2 * kTokensAtOnce * p.out_stride.token),
+        step_(lane_) {
     const int row = (lane_ & 7) + (lane_ >> 4) * 8, half = (lane_ >> 3) & 1;
     piece_ = Memory::unit_offset(lane_ / kUnits, lane_ % kUnits);
     matrix_ = Memory::unit_offset(row, half);
     keep_in_register(piece_);
     keep_in_register(matrix_);
+    keep_in_register(value_step_);
+    keep_in_register(out_step_);
   }
 
   // Starts on a sequence, at this warp's first V row. Without values V is zero throughout.
@@ -84,11 +93,15 @@ class Chain {
         }
       };
       // What the step does not need passes while it waits.
-      const auto overlap = [&] {
-        if constexpr (kOutputs) write_output();
+      uint4 pieces[kRounds];
+      const auto early = [&] {
+        if constexpr (kOutputs) turn_output(pieces);
+      };
+      const auto late = [&] {
+        if constexpr (kOutputs) write_output(pieces);
         fetch_value(last_value());
       };
-      step_.advance(s, o, acquire, release, value, overlap);
+      step_.advance(s, o, acquire, release, value, early, late);
       __syncwarp();  // all lanes have read V
       has_stage_ = true;
       position_.advance();
@@ -96,6 +109,27 @@ class Chain {
       if (++first_value_ == kValues) first_value_ = 0;
       if constexpr (kOutputs) pack_output(o);
     }
+  }
+
+  // Takes what stands in the next `count` stages and is no record: read(ring, stage) with the first
+  // of them.
+  template <int kCount, class Read>
+  __device__ __forceinline__ void take(Read read) {
+    RingPosition<Ring::kStages> next = position_;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      ring_.wait(next.stage, next.parity);
+      next.advance();
+    }
+    stay_behind_wait();
+    read(ring_, position_.stage);
+    fence_async_shared();  // what was read has arrived; the next that comes may be a bulk copy
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      release_stage(position_.stage);
+      position_.advance();
+    }
+    landed_ = ring_.landed(position_.stage, position_.parity);
   }
 
   // For the state in the middle of the step to come: its record, once it is there, and V^T.
@@ -112,7 +146,11 @@ class Chain {
 
   // Writes the last step's output.
   __device__ __forceinline__ void finish() {
-    if constexpr (kOutputs) write_output();
+    if constexpr (kOutputs) {
+      uint4 pieces[kRounds];
+      turn_output(pieces);
+      write_output(pieces);
+    }
   }
 
  private:
@@ -135,7 +173,7 @@ class Chain {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       copy_async_16(to + i * kTokensAtOnce * kRowBytes, next_value_, rows_left_ > 0);
-      next_value_ += 2 * kTokensAtOnce * p_.v_stride.token;
+      next_value_ += value_step_;
       rows_left_ -= kTokensAtOnce;
     }
     copy_async_commit();
@@ -184,9 +222,8 @@ class Chain {
     }
   }
 
-  // Writes the output of the step before, if there is one, by way of token rows in the place of its
-  // V. Rows past the end are somebody else's.
-  __device__ __forceinline__ void write_output() {
+  // The output of the step before as pieces of token rows, by way of the place of its V.
+  __device__ __forceinline__ void turn_output(uint4 (&pieces)[kRounds]) {
     unsigned char* const rows = memory_.value[last_value()];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -195,18 +232,21 @@ class Chain {
         store_matrices_transposed(rows + matrix_offset(tile, chunk), output_[tile][chunk]);
     }
     __syncwarp();
-    uint4 pieces[kRounds];
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       pieces[i] = *reinterpret_cast<const uint4*>(rows + piece_ + i * kTokensAtOnce * kRowBytes);
     }
     __syncwarp();  // all lanes have read them: V may come
+  }
+
+  // Writes it, if there was a step before. Rows past the end are somebody else's.
+  __device__ __forceinline__ void write_output(const uint4 (&pieces)[kRounds]) {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       // V is fetched kValues steps ahead of the output.
       if (done_ > 0 && rows_left_ > i * kTokensAtOnce - kValues * kTokens)
         *reinterpret_cast<uint4*>(next_out_) = pieces[i];
-      next_out_ += 2 * kTokensAtOnce * p_.out_stride.token;
+      next_out_ += out_step_;
     }
   }
 
@@ -225,6 +265,7 @@ class Chain {
   Fragment4 output_[kTiles][kTokens / kChunk];  // of the step before
   // Byte offsets of this lane: its piece of a row of V or the output, and its row of an ldmatrix.
   int piece_, matrix_;
+  long long value_step_, out_step_;  // bytes
   const Step step_;
 };
 

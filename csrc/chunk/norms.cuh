@@ -5,8 +5,6 @@
 
 namespace flash_kda {
 
-constexpr unsigned kWarpMask = 0xffffffffu;
-
 // The inverse norms of an image's rows, as the warp holds them: lane 4r + r/2 has those of rows r
 // and r + 8, where the diagonals of two accumulators are.
 struct InverseNorms {
@@ -33,11 +31,15 @@ __device__ __forceinline__ float inverse_norm_of_shrunk(float sum_of_squares) {
 }
 
 // Adds the squares of 16 channels to the sums: the diagonals of X X^T, whose A operand holds its B
-// operands too. Products of bf16 are exact in fp32.
+// operands too. Eight channels at a time, because then they need not be moved to other registers.
+// Products of bf16 are exact in fp32.
 __device__ __forceinline__ void add_squares(float (&upper)[4], float (&lower)[4],
                                             const Fragment4& rows) {
-  mma(upper, rows, rows.x[0], rows.x[2]);
-  mma(lower, rows, rows.x[1], rows.x[3]);
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    mma_of_8(upper, rows.x[i], rows.x[i + 1], rows.x[i]);
+    mma_of_8(lower, rows.x[i], rows.x[i + 1], rows.x[i + 1]);
+  }
 }
 
 // Sum of x^2 over a row, scaled before squaring; all lanes return it.

@@ -31,7 +31,7 @@ struct RecordReader {
 
   __device__ __forceinline__ RecordReader(Smem& smem)
       : smem(smem),
-        first_address(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(smem.stage), 0)) {}
+        first_address(__shfl_sync(kWarpMask, cute::cast_smem_ptr_to_uint(smem.stage), 0)) {}
 
   __device__ __forceinline__ unsigned record_address(int stage) const {
     return first_address + stage * static_cast<unsigned>(sizeof smem.stage[0]);

@@ -7,15 +7,15 @@
 namespace flash_kda {
 
 // Where a chain takes several chunks a step, `store_between(s, step, checkpoint)` leaves the state
-// after the first chunk of the step to come.
-template <class Chain, class Slice, class StoreBetween>
+// after the first chunk of the step to come. `load_initial(s)` brings the state before the first.
+template <class Chain, class Slice, class LoadInitial, class StoreBetween>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
                                              const Slice& slice, int first_row, int lane,
-                                             StoreBetween store_between) {
+                                             LoadInitial load_initial, StoreBetween store_between) {
   typename Chain::State s;
   const int length = slice.range.tokens.length;
   chain.begin(slice, first_row, true);
-  load_state(s, slice.initial(p, first_row), lane);
+  load_initial(s);
   Checkpoints checkpoints(p, slice.range.tokens, lane);
   // Stops at each checkpoint and at the end, outside the loop over chunks.
 #pragma unroll 1
@@ -30,20 +30,23 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
     if (Chain::kTokens > kChunk && between) {
       store_between(s, tokens / Chain::kTokens, to);
     } else {
-      store_state(s, to, lane);
+      store_state<Chain::kFours>(s, to, lane);
     }
     checkpoints.advance(p, lane);
   }
   chain.finish();
   // Found only now: there are no registers to keep it in.
-  store_state(s, slice.final(p, first_row), lane);
+  store_state<Chain::kFours>(s, slice.final(p, first_row), lane);
 }
 
 template <class Chain, class Slice>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
                                              const Slice& slice, int first_row, int lane) {
   static_assert(Chain::kTokens == kChunk, "there is nothing between chunks");
-  run_sequence(p, chain, slice, first_row, lane, [](auto&, int, const StateAddress&) {});
+  run_sequence(
+      p, chain, slice, first_row, lane,
+      [&](auto& s) { load_state<Chain::kFours>(s, slice.initial(p, first_row), lane); },
+      [](auto&, int, const StateAddress&) {});
 }
 
 }  // namespace flash_kda

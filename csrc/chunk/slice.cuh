@@ -9,7 +9,7 @@ namespace flash_kda {
 struct StateAddress {
   void* base;
   int dtype;        // kAbsent: nowhere
-  bool vectorised;  // whether pairs of elements are naturally aligned
+  bool vectorised;  // whether fours of elements are naturally aligned
 };
 
 struct ChainSlice {
@@ -146,7 +146,7 @@ class Checkpoints {
         // Far outside it does not matter where.
         known_ = static_cast<int>(min(max(tokens, -1ll), static_cast<long long>(kNone)));
       }
-      const int tokens = __shfl_sync(0xffffffffu, known_, next_ - known_end_ + 32);
+      const int tokens = __shfl_sync(kWarpMask, known_, next_ - known_end_ + 32);
       if (tokens > length_) return;
       if (tokens < last) continue;  // not ascending: that state has passed
       if (tokens % kChunk == 0 || tokens == length_) {

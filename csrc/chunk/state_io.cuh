@@ -1,5 +1,9 @@
 // The [V, K] state between global memory and accumulators: S[tile][n] is the [16 V x 8 K]
 // accumulator of V rows 16 * tile .. and K columns 8 * n .. of the rows that a warp owns.
+//
+// With kFours the K columns are permuted within each 16, as the images of the record must be too
+// (channel_position() in common/tile.cuh): what a lane has of two neighbouring accumulators are
+// then four neighbouring channels and not twice two, and half as many accesses store a state.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,101 +15,135 @@ namespace flash_kda {
 
 constexpr int kStateTiles = kHeadDim / 8;  // accumulators along K
 
-// Neighbouring elements of a state as fp32, in one access when `kVectorised`.
-template <class Element, bool kVectorised>
-struct StatePair;
-
-template <>
-struct StatePair<float, true> {
-  static __device__ __forceinline__ float2 load(const float* x) {
-    return *reinterpret_cast<const float2*>(x);
+// Four neighbouring elements of a state as fp32, or two, x and y, in one access when `kVectorised`.
+template <bool kFours, bool kVectorised>
+__device__ __forceinline__ float4 load_elements(const float* x) {
+  if constexpr (kFours && kVectorised) {
+    // Not in one access, see moved().
+    float4 four;
+    load_pair<0>(four.x, four.y, x);
+    load_pair<8>(four.z, four.w, x);
+    return four;
+  } else if constexpr (kVectorised) {
+    const float2 pair = *reinterpret_cast<const float2*>(x);
+    return make_float4(pair.x, pair.y, 0.0f, 0.0f);
+  } else {
+    return make_float4(x[0], x[1], kFours ? x[2] : 0.0f, kFours ? x[3] : 0.0f);
   }
-  static __device__ __forceinline__ void store(float* x, float a, float b) {
-    *reinterpret_cast<float2*>(x) = make_float2(a, b);
-  }
-};
-template <>
-struct StatePair<float, false> {
-  static __device__ __forceinline__ float2 load(const float* x) { return make_float2(x[0], x[1]); }
-  static __device__ __forceinline__ void store(float* x, float a, float b) { x[0] = a, x[1] = b; }
-};
-template <>
-struct StatePair<__nv_bfloat16, true> {
-  static __device__ __forceinline__ float2 load(const __nv_bfloat16* x) {
+}
+template <bool kFours, bool kVectorised>
+__device__ __forceinline__ float4 load_elements(const __nv_bfloat16* x) {
+  if constexpr (kFours && kVectorised) {
+    const uint2 packed = *reinterpret_cast<const uint2*>(x);
+    return make_float4(bf16_low(packed.x), bf16_high(packed.x), bf16_low(packed.y),
+                       bf16_high(packed.y));
+  } else if constexpr (kVectorised) {
     const unsigned packed = *reinterpret_cast<const unsigned*>(x);
-    return make_float2(bf16_low(packed), bf16_high(packed));
+    return make_float4(bf16_low(packed), bf16_high(packed), 0.0f, 0.0f);
+  } else {
+    return make_float4(__bfloat162float(x[0]), __bfloat162float(x[1]),
+                       kFours ? __bfloat162float(x[2]) : 0.0f,
+                       kFours ? __bfloat162float(x[3]) : 0.0f);
   }
-  static __device__ __forceinline__ void store(__nv_bfloat16* x, float a, float b) {
-    *reinterpret_cast<unsigned*>(x) = pack_bf16(a, b);
+}
+template <bool kFours, bool kVectorised>
+__device__ __forceinline__ void store_elements(float* x, float4 from) {
+  if constexpr (kFours && kVectorised) {
+    *reinterpret_cast<float4*>(x) = from;
+  } else if constexpr (kVectorised) {
+    *reinterpret_cast<float2*>(x) = make_float2(from.x, from.y);
+  } else {
+    x[0] = from.x, x[1] = from.y;
+    if constexpr (kFours) x[2] = from.z, x[3] = from.w;
   }
-};
-template <>
-struct StatePair<__nv_bfloat16, false> {
-  static __device__ __forceinline__ float2 load(const __nv_bfloat16* x) {
-    return make_float2(__bfloat162float(x[0]), __bfloat162float(x[1]));
+}
+template <bool kFours, bool kVectorised>
+__device__ __forceinline__ void store_elements(__nv_bfloat16* x, float4 from) {
+  if constexpr (kFours && kVectorised) {
+    *reinterpret_cast<uint2*>(x) = make_uint2(pack_bf16(from.x, from.y), pack_bf16(from.z, from.w));
+  } else if constexpr (kVectorised) {
+    *reinterpret_cast<unsigned*>(x) = pack_bf16(from.x, from.y);
+  } else {
+    x[0] = __float2bfloat16(from.x), x[1] = __float2bfloat16(from.y);
+    if constexpr (kFours) x[2] = __float2bfloat16(from.z), x[3] = __float2bfloat16(from.w);
   }
-  static __device__ __forceinline__ void store(__nv_bfloat16* x, float a, float b) {
-    x[0] = __float2bfloat16(a), x[1] = __float2bfloat16(b);
-  }
-};
+}
 
-// function(tile, n, half, offset): the pair s[tile][n][2 * half ..] lies `offset` elements after
-// the warp's first V row.
-template <int kTiles, class Function>
-__device__ __forceinline__ void for_each_state_pair(int lane, Function function) {
-  const int row = lane >> 2, column = 2 * (lane & 3);
+// In other registers. An access of four elements needs four registers in a row; the accumulators of
+// wgmma are in a row, too, but not in this one. Without this the compiler moves them to and fro in
+// the loop over chunks, and with this here and at loads it does so again. Grids have one layer, so
+// what is added is zero, which the compiler does not know.
+__device__ __forceinline__ float4 moved(float4 x) {
+  unsigned zero;
+  asm("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+  const auto move = [&](float y) { return __uint_as_float(__float_as_uint(y) | zero); };
+  return make_float4(move(x.x), move(x.y), move(x.z), move(x.w));
+}
+
+// function(tile, n, half, offset): the elements from s[tile][n][2 * half] on lie `offset` elements
+// after the warp's first V row; with kFours those from s[tile][n + 1][2 * half] on behind them.
+template <bool kFours, int kTiles, class Function>
+__device__ __forceinline__ void for_each_state_piece(int lane, Function function) {
+  constexpr int kAccumulators = kFours ? 2 : 1;
+  const int row = lane >> 2, column = 2 * kAccumulators * (lane & 3);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int n = 0; n < kStateTiles; ++n) {
+      for (int n = 0; n < kStateTiles; n += kAccumulators) {
         function(tile, n, half, (16 * tile + row + 8 * half) * kHeadDim + 8 * n + column);
       }
     }
   }
 }
 
-template <class Element, bool kVectorised, int kTiles>
+template <bool kFours, class Element, bool kVectorised, int kTiles>
 __device__ __forceinline__ void load_state_as(float (&s)[kTiles][kStateTiles][4], const void* base,
                                               int lane) {
   __builtin_assume(__isGlobal(base));
-  for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int offset) {
-    const float2 pair =
-        StatePair<Element, kVectorised>::load(static_cast<const Element*>(base) + offset);
-    s[tile][n][2 * half] = pair.x;
-    s[tile][n][2 * half + 1] = pair.y;
+  for_each_state_piece<kFours, kTiles>(lane, [&](int tile, int n, int half, int offset) {
+    float4 piece = load_elements<kFours, kVectorised>(static_cast<const Element*>(base) + offset);
+    s[tile][n][2 * half] = piece.x;
+    s[tile][n][2 * half + 1] = piece.y;
+    if constexpr (kFours) {
+      s[tile][n + 1][2 * half] = piece.z;
+      s[tile][n + 1][2 * half + 1] = piece.w;
+    }
   });
 }
 
-template <class Element, bool kVectorised, int kTiles>
+template <bool kFours, class Element, bool kVectorised, int kTiles>
 __device__ __forceinline__ void store_state_as(const float (&s)[kTiles][kStateTiles][4], void* base,
                                                int lane) {
   __builtin_assume(__isGlobal(base));
-  for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int offset) {
-    StatePair<Element, kVectorised>::store(static_cast<Element*>(base) + offset,
-                                           s[tile][n][2 * half], s[tile][n][2 * half + 1]);
+  for_each_state_piece<kFours, kTiles>(lane, [&](int tile, int n, int half, int offset) {
+    const int next = kFours ? n + 1 : n;
+    float4 piece = make_float4(s[tile][n][2 * half], s[tile][n][2 * half + 1],
+                               s[tile][next][2 * half], s[tile][next][2 * half + 1]);
+    if constexpr (kFours) piece = moved(piece);
+    store_elements<kFours, kVectorised>(static_cast<Element*>(base) + offset, piece);
   });
 }
 
 // From the warp's first V row; an absent state is zero.
-template <int kTiles>
+template <bool kFours = false, int kTiles>
 __device__ __forceinline__ void load_state(float (&s)[kTiles][kStateTiles][4],
                                            const StateAddress& from, int lane) {
   if (from.dtype == kAbsent) {
-    for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int) {
+    for_each_state_piece<false, kTiles>(lane, [&](int tile, int n, int half, int) {
       s[tile][n][2 * half] = s[tile][n][2 * half + 1] = 0.0f;
     });
   } else if (from.dtype == kFloat32) {
     if (from.vectorised) {
-      load_state_as<float, true>(s, from.base, lane);
+      load_state_as<kFours, float, true>(s, from.base, lane);
     } else {
-      load_state_as<float, false>(s, from.base, lane);
+      load_state_as<kFours, float, false>(s, from.base, lane);
     }
   } else if (from.vectorised) {
-    load_state_as<__nv_bfloat16, true>(s, from.base, lane);
+    load_state_as<kFours, __nv_bfloat16, true>(s, from.base, lane);
   } else {
-    load_state_as<__nv_bfloat16, false>(s, from.base, lane);
+    load_state_as<kFours, __nv_bfloat16, false>(s, from.base, lane);
   }
 }
 
@@ -113,27 +151,27 @@ __device__ __forceinline__ void load_state(float (&s)[kTiles][kStateTiles][4],
 template <int kTiles>
 __device__ __forceinline__ void load_identity(float (&s)[kTiles][kStateTiles][4], int row,
                                               int lane) {
-  for_each_state_pair<kTiles>(lane, [&](int tile, int n, int half, int offset) {
+  for_each_state_piece<false, kTiles>(lane, [&](int tile, int n, int half, int offset) {
     const int column = offset % kHeadDim, own_row = row + offset / kHeadDim;
     s[tile][n][2 * half] = own_row == column ? 1.0f : 0.0f;
     s[tile][n][2 * half + 1] = own_row == column + 1 ? 1.0f : 0.0f;
   });
 }
 
-template <int kTiles>
+template <bool kFours = false, int kTiles>
 __device__ __forceinline__ void store_state(const float (&s)[kTiles][kStateTiles][4],
                                             const StateAddress& to, int lane) {
   if (to.dtype == kAbsent) return;
   if (to.dtype == kFloat32) {
     if (to.vectorised) {
-      store_state_as<float, true>(s, to.base, lane);
+      store_state_as<kFours, float, true>(s, to.base, lane);
     } else {
-      store_state_as<float, false>(s, to.base, lane);
+      store_state_as<kFours, float, false>(s, to.base, lane);
     }
   } else if (to.vectorised) {
-    store_state_as<__nv_bfloat16, true>(s, to.base, lane);
+    store_state_as<kFours, __nv_bfloat16, true>(s, to.base, lane);
   } else {
-    store_state_as<__nv_bfloat16, false>(s, to.base, lane);
+    store_state_as<kFours, __nv_bfloat16, false>(s, to.base, lane);
   }
 }
 
@@ -144,20 +182,20 @@ __device__ __forceinline__ void store_state_tile(const float (&s)[4], int n, con
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int offset = ((lane >> 2) + 8 * half) * kHeadDim + 8 * n + 2 * (lane & 3);
-    const float low = s[2 * half], high = s[2 * half + 1];
+    const float4 piece = make_float4(s[2 * half], s[2 * half + 1], 0.0f, 0.0f);
     if (to.dtype == kFloat32) {
       float* const x = static_cast<float*>(to.base) + offset;
       if (to.vectorised) {
-        StatePair<float, true>::store(x, low, high);
+        store_elements<false, true>(x, piece);
       } else {
-        StatePair<float, false>::store(x, low, high);
+        store_elements<false, false>(x, piece);
       }
     } else {
       __nv_bfloat16* const x = static_cast<__nv_bfloat16*>(to.base) + offset;
       if (to.vectorised) {
-        StatePair<__nv_bfloat16, true>::store(x, low, high);
+        store_elements<false, true>(x, piece);
       } else {
-        StatePair<__nv_bfloat16, false>::store(x, low, high);
+        store_elements<false, false>(x, piece);
       }
     }
   }

@@ -22,6 +22,7 @@ class MmaStep {
   static constexpr int kTokens = kChunk;
   static constexpr bool kOutputs = true;
   static constexpr bool kByAddress = false;
+  static constexpr bool kFours = false;
 
   __device__ __forceinline__ explicit MmaStep(int lane) {
     const int row = (lane & 7) + (lane >> 4) * 8, half = (lane >> 3) & 1;
@@ -40,15 +41,16 @@ class MmaStep {
 
   // One chunk: s becomes the state after it, o (zero on entry) the unscaled O^T. x is V^T, which
   // value(x) reads, minus S^T K~^T, for which the record holds -K~. The chain is x -> u -> s; what
-  // else there is to multiply is placed where the chain has to wait, and so is overlap(). acquire()
-  // waits for the record. release() lets go of the one before, and not of this one at the end: it
-  // could then overtake loads of which only the addresses have left the warp, and the refill
-  // overwrite what they are still to read. A step later the products that use them have been
+  // else there is to multiply is placed where the chain has to wait, and so are early() and late().
+  // acquire() waits for the record. release() lets go of the one before, and not of this one at the
+  // end: it could then overtake loads of which only the addresses have left the warp, and the
+  // refill overwrite what they are still to read. A step later the products that use them have been
   // issued, so they have returned.
-  template <class Acquire, class Release, class Value, class Overlap>
+  template <class Acquire, class Release, class Value, class Early, class Late>
   __device__ __forceinline__ void advance(float (&s)[kTiles][kStateTiles][4],
                                           float (&o)[kTiles][2][4], Acquire acquire,
-                                          Release release, Value value, Overlap overlap) const {
+                                          Release release, Value value, Early early,
+                                          Late late) const {
     float v[kTiles][2][4];
     value(v);
     const unsigned char* const record = acquire();
@@ -128,7 +130,8 @@ class MmaStep {
         mma(s[tile][2 * n + 1], u[tile], key.x[2], key.x[3]);
       }
     }
-    overlap();
+    early();
+    late();
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       mma(o[tile][0], u[tile], scores.x[0], scores.x[1]);

@@ -7,6 +7,8 @@
 
 namespace flash_kda {
 
+constexpr unsigned kWarpMask = 0xffffffffu;  // all lanes
+
 // Flushing forms: every argument here yields a normal number or a zero that is meant (decays go
 // down to 2^-115.4, sums of squares start at 1e-6), and the non-flushing ex2 costs three more
 // instructions.
@@ -119,6 +121,44 @@ __device__ __forceinline__ void bulk_send(unsigned cta, void* shared, unsigned b
       : "memory");
 }
 
+// The same from global memory; the bytes that arrive are announced to the barrier beforehand, which
+// is an arrival. `cta` may be this one.
+__device__ __forceinline__ void bulk_load_to(unsigned cta, void* shared, const void* global,
+                                             unsigned bytes, cute::uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, signal;\n"
+      "mapa.shared::cluster.u32 to, %0, %4;\n"
+      "mapa.shared::cluster.u32 signal, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [%1], %2, "
+      "[signal];\n"
+      "}" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
+      "l"(global), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(cta)
+      : "memory");
+}
+__device__ __forceinline__ void expect_bytes(unsigned cta, cute::uint64_t* barrier,
+                                             unsigned bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 signal;\n"
+      "mapa.shared::cluster.u32 signal, %0, %2;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [signal], %1;\n"
+      "}" ::"r"(cute::cast_smem_ptr_to_uint(barrier)),
+      "r"(bytes), "r"(cta)
+      : "memory");
+}
+
+// Fetches a line of global memory into L2 only.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
+// Two floats, by an instruction that the compiler does not join with another.
+template <int kOffset>
+__device__ __forceinline__ void load_pair(float& x, float& y, const void* from) {
+  asm volatile("ld.v2.f32 {%0, %1}, [%2 + %3];" : "=f"(x), "=f"(y) : "l"(from), "n"(kOffset));
+}
+
 // 16 bytes global -> shared; zeros when `valid` is false (then nothing is read).
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid) {
   asm volatile(
@@ -169,5 +209,6 @@ __device__ __forceinline__ void allow_next_launch() {
 // every round of a loop, and a warp that is alone on its scheduler has no time for that.
 __device__ __forceinline__ void keep_in_register(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void keep_in_register(unsigned& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep_in_register(long long& x) { asm volatile("" : "+l"(x)); }
 
 }  // namespace flash_kda

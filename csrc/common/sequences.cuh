@@ -1,6 +1,7 @@
 // Where the tokens of a chunk or of a sequence lie, for fixed-length and packed batches alike.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "params.h"
 
 namespace flash_kda {
@@ -30,7 +31,7 @@ __device__ __forceinline__ int count_at_most(Entry entry, int count, long long v
     const int step = (count + 31) / 32;
     const int index = lane * step;
     const bool reached = index < count && entry(low + index) <= value;
-    const int reached_entries = __popc(__ballot_sync(0xffffffffu, reached));
+    const int reached_entries = __popc(__ballot_sync(kWarpMask, reached));
     if (reached_entries == 0) break;
     const int last = (reached_entries - 1) * step;
     low += last + 1;

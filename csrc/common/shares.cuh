@@ -15,7 +15,7 @@ namespace flash_kda {
 class Shares {
  public:
   // What a chain takes beside its chunks, its states above all, as so many chunks.
-  static constexpr int kChainCost = 2;
+  static constexpr int kChainCost = 4;
 
   // `longest`: chunks of the longest sequence.
   __device__ __forceinline__ Shares(const ForwardParams& p, int longest)

@@ -31,6 +31,13 @@ __device__ __forceinline__ int square_offset(int row, int column) {
   return ((row >> 3) * (kSize / 8) + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
 }
 
+// Where a channel stands in an image of permuted channels, in which pair 2c + t of each 16 channels
+// is pair 4t + c: columns 2c, 2c + 1 of two neighbouring accumulators are then channels 4c to 4c
+// + 3.
+__device__ __forceinline__ constexpr int channel_position(int channel) {
+  return (channel & ~15) + (channel >> 1 & 1) * 8 + (channel >> 2 & 3) * 2 + (channel & 1);
+}
+
 // Where a chunk's decay of an even channel and its successor stand in the record: lane 4r + c of
 // the recurrence needs channels 2c, 2c+1 of two neighbouring accumulators and finds them in 16
 // bytes.
@@ -66,6 +73,12 @@ __device__ __forceinline__ void store_matrices_transposed(unsigned char* lane_ad
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment4& a, unsigned b0, unsigned b1) {
   cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a.x[0], a.x[1], a.x[2], a.x[3],
                                             b0, b1, d[0], d[1], d[2], d[3]);
+}
+
+// d += a b, of half as many columns of a and rows of b: a0 and a1, and b0.
+__device__ __forceinline__ void mma_of_8(float (&d)[4], unsigned a0, unsigned a1, unsigned b) {
+  cute::SM80_16x8x8_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a0, a1, b, d[0], d[1], d[2],
+                                           d[3]);
 }
 
 // Two neighbouring [16 x 8] accumulators as one [16 x 16] A operand.

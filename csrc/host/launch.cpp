@@ -20,10 +20,16 @@ Pointer address(uint64_t value) {
 
 TokenStrides token_strides(const int64_t (&s)[3]) { return {s[0], s[1], s[2]}; }
 
-// Whether all pairs of neighbouring elements of a state can be moved by one access.
-bool pairs_aligned(uint64_t base, int32_t dtype, const int64_t (&stride)[2]) {
-  const uint64_t pair_bytes = dtype == kFloat32 ? 8 : 4;
-  return base % pair_bytes == 0 && stride[0] % 2 == 0 && stride[1] % 2 == 0;
+// Whether each head's state can be moved by bulk copies of its rows.
+bool rows_aligned(uint64_t base, int32_t dtype, const int64_t (&stride)[2]) {
+  const int64_t elements = dtype == kFloat32 ? 4 : 8;  // of 16 bytes
+  return base % 16 == 0 && stride[0] % elements == 0 && stride[1] % elements == 0;
+}
+
+// Whether all fours of neighbouring elements of a state can be moved by one access.
+bool fours_aligned(uint64_t base, int32_t dtype, const int64_t (&stride)[2]) {
+  const uint64_t bytes = dtype == kFloat32 ? 16 : 8;
+  return base % bytes == 0 && stride[0] % 4 == 0 && stride[1] % 4 == 0;
 }
 
 ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
@@ -95,10 +101,14 @@ ForwardParams make_params(const flash_kda_forward_args& a, const Plan& plan) {
   p.checkpoint_offsets_dtype = a.checkpoint_offsets_dtype;
   p.checkpoint_dtype = a.checkpoint_states_dtype;
   p.initial_vectorised =
-      pairs_aligned(a.initial_state, a.initial_state_dtype, a.initial_state_stride);
-  p.final_vectorised = pairs_aligned(a.final_state, a.final_state_dtype, a.final_state_stride);
+      fours_aligned(a.initial_state, a.initial_state_dtype, a.initial_state_stride);
+  p.final_vectorised = fours_aligned(a.final_state, a.final_state_dtype, a.final_state_stride);
   p.checkpoint_vectorised =
-      pairs_aligned(a.checkpoint_states, a.checkpoint_states_dtype, a.checkpoint_states_stride);
+      fours_aligned(a.checkpoint_states, a.checkpoint_states_dtype, a.checkpoint_states_stride);
+  if (plan.path == kPathFused && a.initial_state != 0 &&
+      rows_aligned(a.initial_state, a.initial_state_dtype, a.initial_state_stride)) {
+    p.state_stages = kStateStages;
+  }
   return p;
 }
 

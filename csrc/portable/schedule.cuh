@@ -37,7 +37,7 @@ __device__ __forceinline__ int block_scan(int value, int& carry, int* totals, Op
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, value, distance);
+    const int other = __shfl_up_sync(kWarpMask, value, distance);
     if (lane >= distance) value = op(other, value);
   }
   if (lane == 31) totals[warp] = value;
@@ -45,12 +45,12 @@ __device__ __forceinline__ int block_scan(int value, int& carry, int* totals, Op
   int total = totals[lane];  // kScheduleWarps == 32
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, total, distance);
+    const int other = __shfl_up_sync(kWarpMask, total, distance);
     if (lane >= distance) total = op(other, total);
   }
-  const int before = __shfl_sync(0xffffffffu, total, warp == 0 ? 0 : warp - 1);
+  const int before = __shfl_sync(kWarpMask, total, warp == 0 ? 0 : warp - 1);
   value = op(carry, warp == 0 ? value : op(before, value));
-  carry = op(carry, __shfl_sync(0xffffffffu, total, 31));
+  carry = op(carry, __shfl_sync(kWarpMask, total, 31));
   __syncthreads();  // totals is free again
   return value;
 }
@@ -122,7 +122,7 @@ __device__ void schedule(const ForwardParams& p) {
     int before = sum;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, before, distance);
+      const int other = __shfl_up_sync(kWarpMask, before, distance);
       if (tid >= distance) before += other;
     }
     before -= sum;

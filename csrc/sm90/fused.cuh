@@ -5,6 +5,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "chunk/sequence.cuh"
+#include "sm90/read_state.cuh"
 #include "sm90/rows.cuh"
 #include "sm90/solver.cuh"
 #include "sm90/step_wgmma.cuh"
@@ -39,7 +40,7 @@ __device__ __forceinline__ int turn_of_cluster(const ForwardParams& p,
 template <const FusedShape& kShape, class Compute>
 __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<kShape>& smem,
                                              Compute compute) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = __shfl_sync(kWarpMask, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int cta = blockIdx.x % kShape.cluster;
   if (threadIdx.x == 0) {
     smem.init();
@@ -87,7 +88,7 @@ __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>&
     static_assert(kShape.cluster * kShape.warps == kStateWarps);
     const int state_warp = kShape.warps * cta + warp;
     const int flag_of_turn = turn * kStateWarps + state_warp;
-    Jobs<true> jobs(p, turn);
+    Jobs jobs(p, turn);
     Piece piece;
 #pragma unroll 1
     while (jobs.next(piece)) {
@@ -96,7 +97,19 @@ __device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>&
         const int* const flag = &p.handed_on[piece.taken_from * kStateWarps + state_warp];
         while (!__all_sync(kWarpMask, flag_raised(flag))) __nanosleep(100);
       }
-      run_sequence(p, chain, piece, first_row, lane);
+      const auto load_initial = [&](auto& s) {
+        if (piece.state_stages(p) == 0) {
+          load_state<true>(s, piece.initial(p, first_row), lane);
+        } else {
+          chain.template take<kStateStages>([&](const auto& ring, int first) {
+            read_state<kShape>(s, ring, first, p.initial_dtype, kRowsOfWarp * warp, lane);
+          });
+          if (p.state_indices != nullptr && piece.given(p, first_row).dtype == kAbsent)
+            load_state<true>(s, {nullptr, kAbsent, false}, lane);
+        }
+      };
+      run_sequence(p, chain, piece, first_row, lane, load_initial,
+                   [](auto&, int, const StateAddress&) {});
     }
   });
 }

@@ -12,11 +12,18 @@ namespace flash_kda::sm90 {
 
 using Barrier = cutlass::arch::ClusterBarrier;
 
+// A state on its way to a chain takes kStateStages stages, so many rows in each, with a gap behind
+// each for the sake of banks.
+constexpr int kStateRowsOfStage = 22;
+constexpr int kStateRowBytes = 4 * kHeadDim + 32;
+
 // Where the warps of a group bring their sums of squares together: of 16 rows of k, then of q.
 struct GroupMemory {
   // Chunks alternate between two, so that the next one's sums do not overtake; each has a second
   // set for rows that have to be summed again.
   float squares[2][2][kGroupWarps][2 * kChunk];
+  // What each warp makes of them: the inverse norms of the rows.
+  float inverse_norms[kGroupWarps][2 * kChunk];
 };
 
 template <const FusedShape& kShape>
@@ -81,7 +88,8 @@ struct RecordRing : RecordReader<FusedSmem<kShape>, kShape.stages> {
   // model does not promise without it is that arrivals at the other CTA are performed in order: one
   // would have to be overtaken by that of ten chunks later for a parity to mislead.
   __device__ __forceinline__ void release(int stage, bool arrives) const {
-    Barrier::arrive(&this->smem.empty[stage], stage % kShape.cluster, arrives);
+    Barrier::arrive(&this->smem.empty[stage], static_cast<unsigned>(stage) % kShape.cluster,
+                    arrives);
   }
 };
 

@@ -26,7 +26,8 @@ class RowsWarp {
         walk_(p, turn, cta + kShape.cluster * group),
         group_(group),
         warp_(warp),
-        lane_(lane) {}
+        lane_(lane),
+        pieces_(*this) {}
 
   __device__ __forceinline__ void run() {
     if (!walk_.find()) return;
@@ -34,7 +35,8 @@ class RowsWarp {
 #pragma unroll 1
     for (bool more = true; more;) {
       const int index = walk_.index(), stage = walk_.stage(), length = walk_.tokens().length;
-      if (walk_.head() != head_) {
+      const bool is_state = walk_.is_state();
+      if (!is_state && walk_.head() != head_) {
         head_ = walk_.head();
         gate_ = Gate<2>(p_, head_, channel());
       }
@@ -49,9 +51,13 @@ class RowsWarp {
         copy_async_wait<0>();
       }
       __syncwarp();  // every lane's copies have landed
-      make_images(smem_.stage[stage].record, index, length);
-      fence_async_shared();  // wgmma reads them, and a bulk copy
-      __syncwarp();
+      if (is_state) {
+        wait_for_solver(index);  // as with a chunk: the next turn is told from this one by it
+      } else {
+        make_images(smem_.stage[stage].record, index, length);
+        fence_async_shared();  // wgmma reads them, and a bulk copy
+        __syncwarp();
+      }
       if (arrives(lane_)) Barrier::arrive(&smem_.images[stage]);
       if (more && !fetches) {
         wait_until_free();
@@ -70,36 +76,33 @@ class RowsWarp {
     return i < kRows / 2 ? 12 * half() + i : 4 * half() + i;
   }
 
-  // This lane's two channels of its rows in one record. The addresses are worked out once a chunk;
-  // left alone, the compiler does it for each image anew.
+  // This lane's two channels of its rows in an image: byte offsets, worked out once for all chunks.
   class Pieces {
    public:
-    __device__ __forceinline__ Pieces(const RowsWarp& owner, const unsigned char* record,
-                                      int solver) {
-      const unsigned base = cute::cast_smem_ptr_to_uint(record);
+    __device__ __forceinline__ explicit Pieces(const RowsWarp& owner) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        address_[i] = base + image_offset(owner.row_of(i), 2 * owner.channel());
-        keep_in_register(address_[i]);
+        const int row = owner.row_of(i), channel = owner.channel() & 63;
+        raw_[i] = image_offset(row, 2 * channel);
+        place_[i] = image_offset(row, 2 * channel_position(channel));
+        keep_in_register(raw_[i]);
+        keep_in_register(place_[i]);
       }
-      // The halves of K^ are closer to each other than those of the record.
-      growing_ = cute::cast_smem_ptr_to_uint(owner.smem_.growing[solver].image) - base -
-                 (owner.warp_ >> 1) * (ChunkRecord::kHalfBytes - ChunkRecord::kHalfImageBytes);
     }
-    __device__ __forceinline__ unsigned load(int image, int i) const { return *at(image, i); }
-    __device__ __forceinline__ void store(int image, int i, float low, float high) const {
-      *at(image, i) = pack_bf16(low, high);
+    // `image`: the address in shared memory of the half of an image that has this warp's channels,
+    // the same in all lanes.
+    __device__ __forceinline__ unsigned load(unsigned image, int i) const {
+      return *word(image + raw_[i]);
     }
-    __device__ __forceinline__ void store_growing(int i, float low, float high) const {
-      store(growing_, i, low, high);
+    __device__ __forceinline__ void store(unsigned image, int i, float low, float high) const {
+      *word(image + place_[i]) = pack_bf16(low, high);
     }
 
    private:
-    __device__ __forceinline__ unsigned* at(int image, int i) const {
-      return static_cast<unsigned*>(__cvta_shared_to_generic(address_[i] + image));
+    static __device__ __forceinline__ unsigned* word(unsigned shared) {
+      return static_cast<unsigned*>(__cvta_shared_to_generic(shared));
     }
-    unsigned address_[kRows];
-    int growing_;
+    unsigned raw_[kRows], place_[kRows];
   };
 
   __device__ __forceinline__ int channel() const { return 32 * warp_ + 2 * (lane_ & 15); }
@@ -124,73 +127,128 @@ class RowsWarp {
   // Starts the copies of this warp's channels of a chunk to where make_images() finds them. Rows
   // past the end belong to the next sequence: they become zeros and are not read, NaN or not.
   __device__ __forceinline__ void fetch() {
-    unsigned char* const record = smem_.stage[walk_.stage()].record;
+    if (walk_.is_state()) {
+      copy_async_commit();
+      return;
+    }
     const TokenRange tokens = walk_.tokens();
-    fetch_rows(record + ChunkRecord::kKeyDecayed, p_.k, p_.k_stride, tokens);
-    fetch_rows(record + ChunkRecord::kKeyRemaining, p_.g, p_.g_stride, tokens);
-    fetch_rows(record + ChunkRecord::kQueryDecayed, p_.q, p_.q_stride, tokens);
+    if (walk_.pieces() != fetched_piece_) {
+      fetched_piece_ = walk_.pieces();
+      next_key_ = row_address(p_.k, p_.k_stride, tokens);
+      next_gate_ = row_address(p_.g, p_.g_stride, tokens);
+      next_query_ = row_address(p_.q, p_.q_stride, tokens);
+    }
+    // A chain has nothing to do until V of its first chunks is there.
+    if (warp_ == 0 && walk_.chunk() < FusedWarpMemory::kValues - 1) prefetch_values(tokens);
+    unsigned char* const record = smem_.stage[walk_.stage()].record;
+    fetch_rows(record + ChunkRecord::kKeyDecayed, next_key_, p_.k_stride, tokens.length);
+    fetch_rows(record + ChunkRecord::kKeyRemaining, next_gate_, p_.g_stride, tokens.length);
+    fetch_rows(record + ChunkRecord::kQueryDecayed, next_query_, p_.q_stride, tokens.length);
     copy_async_commit();
   }
 
-  __device__ __forceinline__ void fetch_rows(unsigned char* image, const void* base,
-                                             const TokenStrides& stride,
-                                             const TokenRange& tokens) const {
-    const int row = lane_ >> 2, byte = 64 * warp_ + 16 * (lane_ & 3);
-    const unsigned char* from =
-        static_cast<const unsigned char*>(base) + byte +
-        2 * (tokens.batch * stride.batch + (tokens.begin + row) * stride.token +
-             walk_.head() * stride.head);
-    copy_async_16(image + image_offset(row, byte), from, row < tokens.length);
-    copy_async_16(image + image_offset(row + 8, byte), from + 16 * stride.token,
-                  row + 8 < tokens.length);
+  __device__ __forceinline__ void prefetch_values(const TokenRange& tokens) const {
+    const int row = lane_ >> 1;
+    if (row < tokens.length) {
+      prefetch_line(static_cast<const unsigned char*>(p_.v) + 128 * (lane_ & 1) +
+                    2 * (tokens.batch * p_.v_stride.batch +
+                         (tokens.begin + row) * p_.v_stride.token +
+                         walk_.head() * p_.v_stride.head));
+    }
+  }
+
+  // This lane copies 16 bytes of a row of a chunk and of the row 8 further on.
+  __device__ __forceinline__ int fetched_row() const { return lane_ >> 2; }
+  __device__ __forceinline__ int fetched_byte() const { return 64 * warp_ + 16 * (lane_ & 3); }
+
+  __device__ __forceinline__ const unsigned char* row_address(const void* base,
+                                                              const TokenStrides& stride,
+                                                              const TokenRange& tokens) const {
+    return static_cast<const unsigned char*>(base) + fetched_byte() +
+           2 * (tokens.batch * stride.batch + (tokens.begin + fetched_row()) * stride.token +
+                walk_.head() * stride.head);
+  }
+
+  // Moves `from` on to this group's next chunk, if that is one of the same piece.
+  __device__ __forceinline__ void fetch_rows(unsigned char* image, const unsigned char*& from,
+                                             const TokenStrides& stride, int length) const {
+    const int row = fetched_row(), byte = fetched_byte();
+    copy_async_16(image + image_offset(row, byte), from, row < length);
+    copy_async_16(image + image_offset(row + 8, byte), from + 16 * stride.token, row + 8 < length);
+    from += 2 * kChunk * kShape.cluster * kShape.groups * stride.token;
   }
 
   __device__ __forceinline__ void make_images(unsigned char* record, int index, int length) {
     float (&squares)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][0];
     publish_squares(record, squares);
-    const Pieces pieces(*this, record, index / kShape.cluster % kShape.solvers);
+    const unsigned half_image =
+        cute::cast_smem_ptr_to_uint(record) + (warp_ >> 1) * ChunkRecord::kHalfBytes;
+    const unsigned growing_image =
+        cute::cast_smem_ptr_to_uint(
+            smem_.growing[static_cast<unsigned>(index) / kShape.cluster % kShape.solvers].image) +
+        (warp_ >> 1) * ChunkRecord::kHalfImageBytes;
     float log2_decay[kRows][2], total[2];
-    sum_log2_decays(log2_decay, total, pieces, length);
+    sum_log2_decays(log2_decay, total, half_image, length);
     meet();
-    const float inverse_norm = collect_norms(record, squares);
+    collect_norms(record, squares);
     wait_for_solver(index);
     parity_ ^= 1;
-    unsigned next_key = pieces.load(ChunkRecord::kKeyDecayed, 0);
-    unsigned next_query = pieces.load(ChunkRecord::kQueryDecayed, 0);
+    float4 k_scales, q_scales;  // of four tokens
+    unsigned next_keys[2], next_queries[2];
+    unsigned keys[2], queries[2];
+    load_raw(next_keys, next_queries, half_image, 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const unsigned raw_key = next_key, raw_query = next_query;
-      // Before anything is stored: the compiler could not move these loads over a store.
-      if (i + 1 < kRows) {
-        next_key = pieces.load(ChunkRecord::kKeyDecayed, i + 1);
-        next_query = pieces.load(ChunkRecord::kQueryDecayed, i + 1);
+      if (i % 2 == 0) {
+        keys[0] = next_keys[0], keys[1] = next_keys[1];
+        queries[0] = next_queries[0], queries[1] = next_queries[1];
+        // Before anything is stored: the compiler could not move these loads over a store.
+        if (i + 2 < kRows) load_raw(next_keys, next_queries, half_image, i + 2);
+        __syncwarp();  // all lanes have loaded the two rows that are replaced now
       }
-      const float k_scale = __shfl_sync(kWarpMask, inverse_norm, row_of(i));
+      const unsigned raw_key = keys[i % 2], raw_query = queries[i % 2];
+      if (i % 4 == 0) {
+        k_scales = inverse_norms_of(row_of(i));
+        q_scales = inverse_norms_of(kChunk + row_of(i));
+      }
+      const float k_scale = of_four(k_scales, i % 4), q_scale = of_four(q_scales, i % 4);
       const float key[2] = {bf16_low(raw_key) * k_scale, bf16_high(raw_key) * k_scale};
       const float decay[2] = {exp2_approx(log2_decay[i][0]), exp2_approx(log2_decay[i][1])};
       const float growing[2] = {key[0] * exp2_approx(-log2_decay[i][0]),
                                 key[1] * exp2_approx(-log2_decay[i][1])};
-      pieces.store_growing(i, growing[0], growing[1]);
-      pieces.store(ChunkRecord::kKeyRemaining, i, growing[0] * total[0], growing[1] * total[1]);
-      pieces.store(ChunkRecord::kKeyDecayed, i, key[0] * -decay[0], key[1] * -decay[1]);
-      const float q_scale = __shfl_sync(kWarpMask, inverse_norm, kChunk + row_of(i));
+      pieces_.store(growing_image, i, growing[0], growing[1]);
+      pieces_.store(half_image + ChunkRecord::kKeyRemaining, i, growing[0] * total[0],
+                    growing[1] * total[1]);
+      pieces_.store(half_image + ChunkRecord::kKeyDecayed, i, key[0] * -decay[0],
+                    key[1] * -decay[1]);
       // In this order: the scale alone may be near 2^-100.
-      pieces.store(ChunkRecord::kQueryDecayed, i, bf16_low(raw_query) * q_scale * decay[0],
-                   bf16_high(raw_query) * q_scale * decay[1]);
+      pieces_.store(half_image + ChunkRecord::kQueryDecayed, i,
+                    bf16_low(raw_query) * q_scale * decay[0],
+                    bf16_high(raw_query) * q_scale * decay[1]);
     }
     if (half() == 0) {
-      *reinterpret_cast<float2*>(record + ChunkRecord::kDecay + 4 * decay_position(channel())) =
+      *reinterpret_cast<float2*>(record + ChunkRecord::kDecay + 4 * channel()) =
           make_float2(total[0], total[1]);
+    }
+  }
+
+  // Of two rows.
+  __device__ __forceinline__ void load_raw(unsigned (&keys)[2], unsigned (&queries)[2],
+                                           unsigned half_image, int first) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      keys[i] = pieces_.load(half_image + ChunkRecord::kKeyDecayed, first + i);
+      queries[i] = pieces_.load(half_image + ChunkRecord::kQueryDecayed, first + i);
     }
   }
 
   // The decay of the chunk so far, and in `total` all of it, no longer as a logarithm.
   __device__ __forceinline__ void sum_log2_decays(float (&sums)[kRows][2], float (&total)[2],
-                                                  const Pieces& pieces, int length) const {
+                                                  unsigned half_image, int length) const {
     float sum[2][2] = {};  // of the first four tokens in this lane's order, and of the others
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const unsigned g = pieces.load(ChunkRecord::kKeyRemaining, i);
+      const unsigned g = pieces_.load(half_image + ChunkRecord::kKeyRemaining, i);
       sums[i][0] = gate_.openness(0, bf16_low(g));
       sums[i][1] = gate_.openness(1, bf16_high(g));
     }
@@ -241,9 +299,10 @@ class RowsWarp {
     }
   }
 
-  // 1 / sqrt(sum x^2 + 1e-6): lane l < 16 of row l of k, lane 16 + l of row l of q.
-  __device__ __forceinline__ float collect_norms(unsigned char* record,
-                                                 float (&squares)[kGroupWarps][2 * kChunk]) {
+  // Leaves 1 / sqrt(sum x^2 + 1e-6) of the rows of k and q for this warp: lane l < 16 that of row l
+  // of k, lane 16 + l of row l of q.
+  __device__ __forceinline__ void collect_norms(unsigned char* record,
+                                                float (&squares)[kGroupWarps][2 * kChunk]) {
     const float sum = sum_of_warps(squares);
     float inverse = inverse_norm(sum);
     // All warps of the group see the same sums, so they meet again together.
@@ -258,7 +317,15 @@ class RowsWarp {
       meet();
       if (again_needed) inverse = inverse_norm_of_shrunk(sum_of_warps(again));
     }
-    return inverse;
+    smem_.group[group_].inverse_norms[warp_][lane_] = inverse;
+    __syncwarp();
+  }
+  // Of four rows, the first a multiple of four; those of q stand behind those of k.
+  __device__ __forceinline__ float4 inverse_norms_of(int row) const {
+    return *reinterpret_cast<const float4*>(&smem_.group[group_].inverse_norms[warp_][row]);
+  }
+  static __device__ __forceinline__ float of_four(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
   }
   __device__ __forceinline__ float sum_of_warps(
       const float (&squares)[kGroupWarps][2 * kChunk]) const {
@@ -285,6 +352,9 @@ class RowsWarp {
   FusedSmem<kShape>& smem_;
   ChunkWalk<kShape.cluster * kShape.groups, kShape.stages> walk_;
   const int group_, warp_, lane_;
+  const Pieces pieces_;
+  int fetched_piece_ = 0;  // of which the next rows are, for this lane's fetches:
+  const unsigned char *next_key_, *next_gate_, *next_query_;
   int parity_ = 0;
   int head_ = -1;  // of the gate
   Gate<2> gate_;

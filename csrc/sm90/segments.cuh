@@ -47,13 +47,14 @@ __device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kSha
   const ChainSlice slice = ChainSlice::of_job(p, job);
   with_copied_records<kShape, true>(p, smem, slice, [&](int warp, int lane) {
     WalkChain<kShape, true> chain(p, {smem}, smem.warp[warp]);
-    run_sequence(p, chain, slice, first_row + warp * kShape.rows_per_warp(), lane,
-                 [&](const auto& s, int step, const StateAddress& to) {
-                   const long long pair =
-                       static_cast<long long>(slice.range.first_record + step) * p.heads +
-                       slice.head;
-                   store_between(chain, s, p.middles + pair * MiddleRecord::kBytes, to, lane);
-                 });
+    const int row = first_row + warp * kShape.rows_per_warp();
+    run_sequence(
+        p, chain, slice, row, lane, [&](auto& s) { load_state(s, slice.initial(p, row), lane); },
+        [&](const auto& s, int step, const StateAddress& to) {
+          const long long pair =
+              static_cast<long long>(slice.range.first_record + step) * p.heads + slice.head;
+          store_between(chain, s, p.middles + pair * MiddleRecord::kBytes, to, lane);
+        });
   });
 }
 

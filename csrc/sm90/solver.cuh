@@ -5,6 +5,7 @@
 #include "chunk/beta.cuh"
 #include "chunk/products.cuh"
 #include "sm90/ring.cuh"
+#include "sm90/send_state.cuh"
 #include "sm90/work.cuh"
 
 namespace flash_kda::sm90 {
@@ -24,29 +25,52 @@ class SolverWarp {
 
   __device__ __forceinline__ void run() {
     if (!walk_.find()) return;
-    unsigned raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
+    unsigned raw_beta = 0;
+    if (!walk_.is_state()) raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
 #pragma unroll 1
     for (bool more = true; more;) {
       const int stage = walk_.stage(), round = walk_.round();
+      const bool is_state = walk_.is_state();
+      // After both waits, as with a chunk: nothing comes to the chain before the group has found
+      // the stage free, or it would wait for a phase that has passed.
+      if (is_state) {
+        wait_for_rows(stage, round);
+#pragma unroll 1
+        for (int cta = 0; cta < kShape.cluster; ++cta)
+          send_state<kShape>(p_, smem_, stage, walk_.piece(), walk_.state_part(), cta, cta_, lane_);
+      }
       const float b = beta_of(p_, raw_beta, walk_.tokens().length, lane_);
       walk_.advance();
       more = walk_.find();
-      if (more) raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
-      RecordRing<kShape>::wait_until_free(smem_, stage, round);
-      Barrier::wait(&smem_.images[stage], round & 1);
-      stay_behind_wait();
-      solve(smem_.stage[stage].record, b);
-      hand_over(stage);
+      if (more && !walk_.is_state())
+        raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
+      if (is_state) {
+        end_turn();
+      } else {
+        wait_for_rows(stage, round);
+        solve(smem_.stage[stage].record, b);
+        hand_over(stage);
+      }
     }
   }
 
  private:
+  __device__ __forceinline__ void wait_for_rows(int stage, int round) const {
+    RecordRing<kShape>::wait_until_free(smem_, stage, round);
+    Barrier::wait(&smem_.images[stage], round & 1);
+    stay_behind_wait();
+  }
+  // Lets the group go on that makes the next chunk of this solver.
+  __device__ __forceinline__ void end_turn() const {
+    __syncwarp();
+    if (arrives(lane_)) Barrier::arrive(solved_);
+  }
+
   __device__ __forceinline__ void solve(unsigned char* record, float b) const {
     const Products products =
         multiply<ChunkRecord>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
-    __syncwarp();  // L is complete, and K^ has been read
-    if (arrives(lane_)) Barrier::arrive(solved_);
+    end_turn();  // L is complete, and K^ has been read
     solve_and_store(record, products, b, lane_);
   }
 

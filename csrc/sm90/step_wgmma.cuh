@@ -72,15 +72,17 @@ class WgmmaStep {
   static constexpr int kTokens = kTokensOfRecord;
   static constexpr bool kOutputs = kWithOutputs;
   static constexpr bool kByAddress = true;
+  static constexpr bool kFours = kTokensOfRecord == kChunk;  // see chunk/state_io.cuh
 
   __device__ __forceinline__ explicit WgmmaStep(int lane)
       : decay_(Layout::kDecay + 16 * (lane & 3)) {}
 
   // As MmaStep::advance(). All warps of the warpgroup call it together.
-  template <class Acquire, class Release, class Value, class Overlap>
+  template <class Acquire, class Release, class Value, class Early, class Late>
   __device__ __forceinline__ void advance(float (&state)[1][kStateTiles][4],
                                           float (&o)[1][kTokens / 8][4], Acquire acquire,
-                                          Release release, Value value, Overlap overlap) const {
+                                          Release release, Value value, Early early,
+                                          Late late) const {
     using namespace cute;
     constexpr int kSums = kTokens / 2;  // a lane's of 16 rows and the tokens
     auto& s = reinterpret_cast<float (&)[4 * kStateTiles]>(state);
@@ -96,7 +98,7 @@ class WgmmaStep {
     // Without the CTA's rank, which stands above the offset in a cluster's addresses. Descriptors
     // have to be the same in all lanes, and where the compiler does not know that they are it moves
     // each word of each by itself. So this comes from one lane.
-    const unsigned long long base = __shfl_sync(0xffffffffu, record >> 4 & 0x3fff, 0);
+    const unsigned long long base = __shfl_sync(kWarpMask, record >> 4 & 0x3fff, 0);
     // Rows of 8 tokens are 1024 bytes apart; 16 channels are 32 bytes of a row.
     const unsigned long long decayed =
         base + (Layout::kKeyDecayed >> 4) | operand_layout(kSwizzle128, 16, 1024);
@@ -114,7 +116,9 @@ class WgmmaStep {
     // V is added afterwards: read before, it would hold the first product up.
     float v[1][kTokens / 8][4];
     value(v);
-    decay_half(s, 0, record);
+    float4 decay[kStateTiles / 4];
+    load_decays(decay, record, 0);
+    decay_half(s, 0, decay);
     warpgroup_wait<0>();
     fence_registers(xo);
 
@@ -133,7 +137,9 @@ class WgmmaStep {
     multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square, 256,
                             gmma::ScaleOut::Zero);
     warpgroup_commit_batch();
-    decay_half(s, 1, record);
+    load_decays(decay, record, 1);
+    early();  // before the last product is started, so that late() has what it needs
+    decay_half(s, 1, decay);
     warpgroup_wait<0>();
     fence_registers(update);
 
@@ -154,7 +160,7 @@ class WgmmaStep {
                             gmma::ScaleOut::One);
     }
     warpgroup_commit_batch();
-    overlap();
+    late();
     warpgroup_wait<0>();
     fence_registers(s);
     fence_registers(xo);
@@ -181,17 +187,21 @@ class WgmmaStep {
     }
   }
 
-  // Half of the channels, while a product runs. All at once, more decays would be on their way than
-  // there are registers beside the first product's operands.
+  // Of half of the channels, which are decayed while a product runs, and not earlier: more loads
+  // beside the first product, which reads shared memory, too, hold it up.
+  __device__ __forceinline__ void load_decays(float4 (&decay)[kStateTiles / 4], unsigned record,
+                                              int half) const {
+#pragma unroll
+    for (int i = 0; i < kStateTiles / 4; ++i)
+      decay[i] = load_after_products(record + decay_ + 64 * (kStateTiles / 4 * half + i));
+  }
   __device__ __forceinline__ void decay_half(float (&s)[4 * kStateTiles], int half,
-                                             unsigned record) const {
+                                             const float4 (&decay)[kStateTiles / 4]) const {
 #pragma unroll
     for (int i = 0; i < kStateTiles / 4; ++i) {
-      const int n = kStateTiles / 4 * half + i;
-      const float4 decay = load_after_products(record + decay_ + 64 * n);
-      float* const d = s + 8 * n;
-      d[0] *= decay.x, d[1] *= decay.y, d[2] *= decay.x, d[3] *= decay.y;
-      d[4] *= decay.z, d[5] *= decay.w, d[6] *= decay.z, d[7] *= decay.w;
+      float* const d = s + 8 * (kStateTiles / 4 * half + i);
+      d[0] *= decay[i].x, d[1] *= decay[i].y, d[2] *= decay[i].x, d[3] *= decay[i].y;
+      d[4] *= decay[i].z, d[5] *= decay[i].w, d[6] *= decay[i].z, d[7] *= decay[i].w;
     }
   }
 

@@ -14,6 +14,11 @@ struct Piece : ChainSlice {
   __device__ __forceinline__ bool is_taken() const { return taken_from != kNobody; }
   __device__ __forceinline__ bool is_handed_on() const { return handed_on != kNobody; }
 
+  // The stages of the ring, before those of its chunks, in which its initial state comes.
+  __device__ __forceinline__ int state_stages(const ForwardParams& p) const {
+    return is_taken() ? 0 : p.state_stages;
+  }
+
   __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
     return is_taken() ? carried(p, taken_from, row) : given(p, row);
   }
@@ -30,40 +35,36 @@ struct Piece : ChainSlice {
 
 // The pieces that a cluster goes through, one after the other: its share (common/shares.cuh), or
 // one chain where every chain has a cluster of its own.
-//
-// With kAhead it looks up where the sequence of the next piece lies while the warp works on this
-// one, and so has nothing to wait for between them.
-template <bool kAhead>
 class Jobs {
  public:
   // `turn`: the cluster's, in the order in which they began.
-  __device__ __forceinline__ Jobs(const ForwardParams& p, int turn) : p_(p), turn_(turn) {
-    if constexpr (kAhead) {
-      share_ = load_share();
-      range_ = range_of_next(share_);
-    }
+  __device__ __forceinline__ Jobs(const ForwardParams& p, int turn)
+      : p_(p), turn_(turn), share_(load_share()) {
+    head_ = share_.first_job / p.sequences;
+    sequence_ = share_.first_job - head_ * p.sequences;
   }
 
   // The next one in `piece`; false: there is none. All lanes of a warp call it together.
   __device__ __forceinline__ bool next(Piece& piece) {
-    const Share share = kAhead ? share_ : load_share();
-    if (done_ >= share.pieces) return false;
-    const SequenceRange range = kAhead ? range_ : range_of_next(share);
-    const int job = share.first_job - done_;
-    static_cast<ChainSlice&>(piece) = ChainSlice(range, job / p_.sequences);
+    if (done_ >= share_.pieces) return false;
+    static_cast<ChainSlice&>(piece) = ChainSlice(sequence_range(p_, sequence_), head_);
     piece.taken_from = piece.handed_on = Piece::kNobody;
     TokenRange& tokens = piece.range.tokens;
-    if (done_ == 0 && share.first_end != Share::kWhole) {
-      tokens.length = share.first_end * kChunk;
+    if (done_ == 0 && share_.first_end != Share::kWhole) {
+      tokens.length = share_.first_end * kChunk;
       piece.handed_on = turn_;
     }
     ++done_;
-    if (done_ == share.pieces && share.last_begin > 0) {
-      tokens.begin += share.last_begin * kChunk;
-      tokens.length -= share.last_begin * kChunk;
+    if (done_ == share_.pieces && share_.last_begin > 0) {
+      tokens.begin += share_.last_begin * kChunk;
+      tokens.length -= share_.last_begin * kChunk;
       piece.taken_from = turn_ - 1;
     }
-    if constexpr (kAhead) range_ = range_of_next(share);
+    // To the chain before, sequence by sequence and head by head; behind the last piece to none.
+    if (--sequence_ < 0) {
+      sequence_ = p_.sequences - 1;
+      --head_;
+    }
     return true;
   }
 
@@ -72,40 +73,36 @@ class Jobs {
  private:
   // From one lane, so that the compiler knows it to be the same in all.
   __device__ __forceinline__ Share load_share() const {
-    if (p_.shares == nullptr) return {turn_, turn_ < p_.jobs, Share::kWhole, 0};
+    if (p_.shares == nullptr) return {turn_, 1, Share::kWhole, 0};
     const Share share = p_.shares[turn_];
-    return {__shfl_sync(0xffffffffu, share.first_job, 0), __shfl_sync(0xffffffffu, share.pieces, 0),
-            __shfl_sync(0xffffffffu, share.first_end, 0),
-            __shfl_sync(0xffffffffu, share.last_begin, 0)};
-  }
-  // Behind the last piece that of some sequence.
-  __device__ __forceinline__ SequenceRange range_of_next(const Share& share) const {
-    return sequence_range(p_, max(share.first_job - done_, 0) % p_.sequences);
+    return {__shfl_sync(kWarpMask, share.first_job, 0), __shfl_sync(kWarpMask, share.pieces, 0),
+            __shfl_sync(kWarpMask, share.first_end, 0),
+            __shfl_sync(kWarpMask, share.last_begin, 0)};
   }
 
   const ForwardParams& p_;
   const int turn_;
-  int done_ = 0;  // pieces
-  Share share_;
-  SequenceRange range_;
+  const Share share_;
+  int head_, sequence_;  // of the next piece
+  int done_ = 0;         // pieces
 };
 
-// Every kStep-th chunk of a cluster's work, all its pieces one after the other, and its place in a
-// ring of kStages.
+// Every kStep-th stage of a cluster's work, all its pieces one after the other, and its place in a
+// ring of kStages. In a stage is a chunk, or a part of the initial state before the first one.
 template <int kStep, int kStages>
 class ChunkWalk {
  public:
   static_assert(kStep <= kStages, "a step goes less than once around the ring");
 
   __device__ __forceinline__ ChunkWalk(const ForwardParams& p, int turn, int first)
-      : jobs_(p, turn), index_(first), stage_(first) {}
+      : p_(p), jobs_(p, turn), index_(first), stage_(first) {}
 
-  // To the piece that the chunk belongs to; false: the work has fewer chunks.
+  // To the piece that the stage belongs to; false: the work has fewer stages.
   __device__ __forceinline__ bool find() {
     while (index_ >= job_end_) {
       if (!jobs_.next(piece_)) return false;
-      job_begin_ = job_end_;
-      job_end_ += chunks_of(piece_.range.tokens.length);
+      state_end_ = job_end_ + piece_.state_stages(p_);
+      job_end_ = state_end_ + chunks_of(piece_.range.tokens.length);
     }
     return true;
   }
@@ -119,23 +116,33 @@ class ChunkWalk {
     }
   }
 
+  __device__ __forceinline__ bool is_state() const { return index_ < state_end_; }
+  // Which part of it.
+  __device__ __forceinline__ int state_part() const {
+    return index_ - state_end_ + p_.state_stages;
+  }
+  // Otherwise the chunk's number in its piece, and its tokens.
+  __device__ __forceinline__ int chunk() const { return index_ - state_end_; }
   __device__ __forceinline__ TokenRange tokens() const {
     TokenRange tokens = piece_.range.tokens;
-    const int skipped = (index_ - job_begin_) * kChunk;
+    const int skipped = chunk() * kChunk;
     tokens.begin += skipped;
     tokens.length = min(kChunk, tokens.length - skipped);
     return tokens;
   }
-  __device__ __forceinline__ int index() const { return index_; }  // in the cluster's work
+  __device__ __forceinline__ int index() const { return index_; }         // in the cluster's work
+  __device__ __forceinline__ int pieces() const { return jobs_.done(); }  // up to this chunk's
+  __device__ __forceinline__ const Piece& piece() const { return piece_; }
   __device__ __forceinline__ int head() const { return piece_.head; }
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ int round() const { return round_; }  // around the ring
 
  private:
-  Jobs<false> jobs_;
+  const ForwardParams& p_;
+  Jobs jobs_;
   Piece piece_;
   int index_, stage_, round_ = 0;
-  int job_begin_ = 0, job_end_ = 0;
+  int state_end_ = 0, job_end_ = 0;  // of the piece
 };
 
 }  // namespace flash_kda::sm90

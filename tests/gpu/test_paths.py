@@ -92,6 +92,20 @@ def test_many_more_chains_than_multiprocessors(
     assert_accurate(case, *assert_repeatable(case, 20))
 
 
+@pytest.mark.parametrize("initial", [torch.float32, torch.bfloat16])
+def test_short_chains_with_states_many_times(
+    rng: cases.Random, initial: torch.dtype, path: str | None
+) -> None:
+    """Thousands of runs in which states and chunks follow each other closely: none hangs.
+
+    Once in some thousand a group of `fused` waited for a phase of a barrier that had passed, where
+    a state had been on its way to a chain and read before the group looked.
+    """
+    lengths = tuple(64 if n % 5 else 16 * (n % 3) for n in range(128))
+    case = make_case(rng, lengths=lengths, heads=8, initial_state=initial)
+    assert_accurate(case, *assert_repeatable(case, 3000 if path == "fused" else 100))
+
+
 @on_each_path
 def test_two_streams_that_both_fill_the_card(rng: cases.Random) -> None:
     """Whichever clusters find no room at first, because the other call's hold it, come later."""

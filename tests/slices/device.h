@@ -27,7 +27,7 @@ namespace device {
   std::exit(3);
 }
 
-// From kAwait on by one lane of a warp, the others by all of them alike.
+// From kAwait on by one lane of a warp, kSend by some, the others by all of them alike.
 enum Event : int64_t {
   kJob,
   kLoad,
@@ -37,12 +37,15 @@ enum Event : int64_t {
   kBetween,
   kFinish,
   kChunk,
+  kPart,
+  kRead,
   kFetch,
   kWait,
   kAwait,
   kCopy,
   kLeave,
-  kRaise
+  kRaise,
+  kSend
 };
 enum Meeting { kShuffle, kBallot, kSyncWarp, kSyncThreads };
 

@@ -118,9 +118,9 @@ void cut_otherwise(const Request& request) {
 }
 
 void print_events(const device::Threads::Events& events) {
-  static constexpr const char* kEvents[] = {"job",     "load",   "identity", "run",   "store",
-                                            "between", "finish", "chunk",    "fetch", "wait",
-                                            "await",   "copy",   "leave",    "raise"};
+  static constexpr const char* kEvents[] = {
+      "job",  "load",  "identity", "run",   "store", "between", "finish", "chunk", "part",
+      "read", "fetch", "wait",     "await", "copy",  "leave",   "raise",  "send"};
   const char* separator = "";
   for (const std::vector<int64_t>& event : events) {
     std::printf("%s[\"%s\"", separator, kEvents[event[0]]);
@@ -129,6 +129,15 @@ void print_events(const device::Threads::Events& events) {
     std::printf("]");
     separator = ",";
   }
+}
+
+// What some lanes do each by itself is moved to `sent`.
+device::Threads::Events without_sent(const device::Threads::Events& events,
+                                     device::Threads::Events& sent) {
+  device::Threads::Events others;
+  for (const std::vector<int64_t>& event : events)
+    (event[0] == device::kSend ? sent : others).push_back(event);
+  return others;
 }
 
 // What a lane does, less what is one lane's alone.
@@ -156,13 +165,17 @@ void print_warps(const Launch& launch, int warps, Body body) {
     blockIdx.x = nth_cta(launch, n);
     for (int warp = 0; warp < warps; ++warp) {
       device::threads.run(32, 32 * warp, body);
-      const device::Threads::Events common = in_common(device::threads.events(0));
+      device::Threads::Events sent;
+      const device::Threads::Events events = without_sent(device::threads.events(0), sent);
+      const device::Threads::Events common = in_common(events);
       for (int lane = 1; lane < 32; ++lane) {
-        if (device::threads.events(lane) != common)
+        if (without_sent(device::threads.events(lane), sent) != common)
           device::fail("the lanes of a warp do not agree");
       }
       std::printf("%s{\"cta\":%u,\"warp\":%d,\"events\":[", separator, blockIdx.x, warp);
-      print_events(device::threads.events(0));
+      print_events(events);
+      std::printf("],\"sent\":[");
+      print_events(sent);
       std::printf("]}");
       separator = ",\n";
     }
@@ -239,6 +252,10 @@ void print_launch(const Launch& launch, bool all, int64_t pairs) {
   } else if (launch.kernel == kFusedKernel) {
     print_warps(launch, all ? warps : kFused.warps, [&] { sm90::fused<kFused>(p, fused_smem); });
     print_integers("turns", p.next_turn, p.shares == nullptr ? 0 : 1);
+    std::printf(
+        "],\"smem\":[%lld,%zu,%lld,%zu", static_cast<long long>(device::address(fused_smem.stage)),
+        sizeof fused_smem.stage[0], static_cast<long long>(device::address(fused_smem.full)),
+        sizeof fused_smem.full[0]);
   }
   std::printf("]}");
 }

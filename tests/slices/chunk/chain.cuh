@@ -11,14 +11,16 @@ namespace flash_kda {
 constexpr int kStateTiles = 1;
 using State = float[1][kStateTiles][4];
 
-inline void load_state(State&, const StateAddress& from, int) {
+template <bool = false>
+void load_state(State&, const StateAddress& from, int) {
   device::threads.record(
       {device::kLoad, device::address(from.base), from.dtype, from.vectorised ? 1 : 0});
 }
 inline void load_identity(State&, int row, int) {
   device::threads.record({device::kIdentity, row});
 }
-inline void store_state(const State&, const StateAddress& to, int) {
+template <bool = false>
+void store_state(const State&, const StateAddress& to, int) {
   device::threads.record(
       {device::kStore, device::address(to.base), to.dtype, to.vectorised ? 1 : 0});
 }
@@ -27,9 +29,10 @@ template <class Ring, class Step, class Memory>
 class Chain {
  public:
   static constexpr int kTokens = Step::kTokens;
+  static constexpr bool kFours = Step::kFours;
   using State = flash_kda::State;
 
-  Chain(const ForwardParams& p, const Ring&, Memory&) : p_(p) {}
+  Chain(const ForwardParams& p, const Ring& ring, Memory&) : p_(p), ring_(ring) {}
 
   void begin(const ChainSlice& slice, int first_row, bool has_values) {
     device::threads.check_that_schedule_is_there(p_);
@@ -44,8 +47,14 @@ class Chain {
   int steps() const { return steps_; }
   void run(State&, int end) {
     if (end < done_ || end > steps_) device::fail("a chain leaves its sequence");
+    place_ += end - done_;
     done_ = end;
     device::threads.record({device::kRun, end});
+  }
+  template <int kCount, class Read>
+  void take(Read read) {
+    read(ring_, place_ % Ring::kStages);
+    place_ += kCount;
   }
   // There must be a record and values to come.
   void between(const unsigned char* middle, const StateAddress& to) const {
@@ -57,7 +66,9 @@ class Chain {
 
  private:
   const ForwardParams& p_;
+  const Ring ring_;
   int steps_ = 0, done_ = 0;
+  int place_ = 0;  // stages that it has gone through
 };
 
 }  // namespace flash_kda

@@ -3,6 +3,8 @@
 
 namespace flash_kda {
 
+constexpr unsigned kWarpMask = 0xffffffffu;
+
 inline void wait_for_previous_launch() { device::threads.wait_for_previous_launch(); }
 inline void allow_next_launch() {}
 
@@ -13,6 +15,19 @@ inline void bulk_load(void* shared, const void* global, unsigned bytes,
   device::expected.bytes -= bytes;
   device::threads.record({device::kCopy, device::address(shared), device::address(global), bytes,
                           device::address(barrier)});
+}
+// To another CTA, whose barrier expects so many bytes.
+inline void expect_bytes(unsigned, unsigned long long* barrier, unsigned bytes) {
+  if (device::expected.bytes != 0) device::fail("a barrier that expects more than comes");
+  device::expected = {barrier, bytes};
+}
+inline void bulk_load_to(unsigned cta, void* shared, const void* global, unsigned bytes,
+                         unsigned long long* barrier) {
+  if (device::expected.barrier != barrier || device::expected.bytes < bytes)
+    device::fail("a copy that its barrier does not expect");
+  device::expected.bytes -= bytes;
+  device::threads.record({device::kSend, cta, device::address(shared), device::address(global),
+                          bytes, device::address(barrier)});
 }
 inline void bulk_store(void* global, const void* shared, unsigned bytes) {
   device::threads.record({device::kLeave, device::address(global), device::address(shared), bytes});

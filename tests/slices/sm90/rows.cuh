@@ -1,7 +1,6 @@
 // Stands in for the warps that make images: records the chunks they would make.
 #pragma once
 
-#include "chunk/norms.cuh"
 #include "sm90/walk.h"
 
 namespace flash_kda::sm90 {
@@ -12,7 +11,9 @@ class RowsWarp {
   RowsWarp(const ForwardParams& p, FusedSmem<kShape>&, int turn, int cta, int group, int, int)
       : p_(p), walk_(p, turn, cta + kShape.cluster * group) {}
 
-  void run() { record_walk(p_, walk_); }
+  void run() {
+    record_walk(p_, walk_, [] {});
+  }
 
  private:
   const ForwardParams& p_;

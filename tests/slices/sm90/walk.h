@@ -1,4 +1,5 @@
-// What rows.cuh and solver.cuh do with a ChunkWalk, less what they do with the chunks.
+// What rows.cuh and solver.cuh do with a ChunkWalk, less what they do with the chunks. `send()` is
+// what is done with a part of a state.
 #pragma once
 
 #include "sm90/ring.cuh"
@@ -6,14 +7,20 @@
 
 namespace flash_kda::sm90 {
 
-template <class Walk>
-void record_walk(const ForwardParams& p, Walk& walk_) {
+template <class Walk, class Send>
+void record_walk(const ForwardParams& p, Walk& walk_, Send send) {
   device::threads.check_that_schedule_is_there(p);
   if (!walk_.find()) return;
   for (bool more = true; more;) {
-    const TokenRange tokens = walk_.tokens();
-    device::threads.record({device::kChunk, walk_.index(), walk_.stage(), walk_.round(),
-                            walk_.head(), tokens.batch, tokens.begin, tokens.length});
+    if (walk_.is_state()) {
+      device::threads.record({device::kPart, walk_.index(), walk_.stage(), walk_.round(),
+                              walk_.head(), walk_.piece().range.sequence, walk_.state_part()});
+      send();
+    } else {
+      const TokenRange tokens = walk_.tokens();
+      device::threads.record({device::kChunk, walk_.index(), walk_.stage(), walk_.round(),
+                              walk_.head(), tokens.batch, tokens.begin, tokens.length});
+    }
     walk_.advance();
     more = walk_.find();
   }
