@@ -80,7 +80,7 @@ H200_PATHS = {
     "n1_h12_t131072": "segments",
     "n1_h8_t65536": "segments",
     "n8x2048_h16": "fused",
-    "n128x64_h32": "portable_v128",
+    "n128x64_h32": "fused",
     "n512x128_h8": "fused",
     "n1_h32_t1024": "portable_v32",
     "n1_h32_t64": "fused",
@@ -167,19 +167,19 @@ def test_only_fused_needs_less_of_equal_lengths(shape: tuple[int, int, int], gpu
 
 @each_hopper
 def test_where_sharing_pays(gpu: abi.Gpu) -> None:
-    """From 8 chunks a sequence on, and if most of the tokens would be padding."""
+    """From 4 chunks a sequence on, and if most of the tokens would be padding."""
     clusters = gpu.sm_count // 2
     for more in (1, 2, clusters):
         # Nobody knows where sequences end: each may have 15 tokens of padding.
         for heads, sequences, padded in ((1, clusters + more, 14), (clusters + more, 1, 7)):
             for length, name in (
                 *((1, "fused"), (padded, "fused"), (padded + 1, "portable_v128")),
-                *((112, "portable_v128"), (113, "fused"), (128, "fused"), (10**5, "fused")),
+                *((48, "portable_v128"), (49, "fused"), (64, "fused"), (10**5, "fused")),
             ):
                 assert chosen(length * sequences, heads, sequences, gpu) == name
     # Chains that have a cluster of their own need no states between them.
     for heads, sequences in ((1, clusters), (clusters, 1)):
-        for length in (0, 1, 7, 8, 112, 113, 10**5):
+        for length in (0, 1, 7, 8, 48, 49, 10**5):
             assert chosen(length * sequences, heads, sequences, gpu) == "fused"
 
 

@@ -26,7 +26,7 @@ int64_t records_of(const Problem& problem, int64_t tokens) {
 constexpr int64_t kSegmentsThatPay = 3;     // fewer save too little of the second walk
 constexpr int64_t kChunksThatPay = 256;     // of a sequence; from here on two pay, too
 constexpr int64_t kChunksThatPrepare = 24;  // from here on few heads gain by preparing beforehand
-constexpr int64_t kChunksThatRepay = 8;  // below, a cluster is kept from its next chain by states
+constexpr int64_t kChunksThatRepay = 4;  // below, a cluster is kept from its next chain by states
 
 // What every further segment carries takes no more than 137 bytes a token and head.
 constexpr int64_t kChunksOfSegment = 60;
