@@ -6,7 +6,7 @@
 
 Shapes, layouts, types, states, pools, checkpoints, gates and extreme values are drawn together.
 Results are compared with the float64 recurrence, a second run must give the same bits, and no byte
-may change but those that the call is to write. On a GPU every kernel path takes its turn; without
+may change but those that the call is to write. On a GPU a kernel path is drawn for each; without
 one the CPU path is tested.
 
 A call that fails is made simpler as long as it fails, and printed with the command that repeats

@@ -86,7 +86,7 @@ struct RecordRing : RecordReader<FusedSmem<kShape>, kShape.stages> {
   // No wider than the reads that came before it: these have returned. A release for the whole
   // cluster would also wait for the output's stores, a microsecond each chunk. What the memory
   // model does not promise without it is that arrivals at the other CTA are performed in order: one
-  // would have to be overtaken by that of ten chunks later for a parity to mislead.
+  // would have to be overtaken by that of the next round of the ring for a parity to mislead.
   __device__ __forceinline__ void release(int stage, bool arrives) const {
     Barrier::arrive(&this->smem.empty[stage], static_cast<unsigned>(stage) % kShape.cluster,
                     arrives);
