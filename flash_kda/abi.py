@@ -93,10 +93,10 @@ class _Arguments:
 
 
 class _OfThread(threading.local):
-    """This thread's block, filled anew by each call."""
+    """This thread's block while no call uses it, filled anew by each."""
 
     def __init__(self) -> None:
-        self.arguments = _Arguments()
+        self.spare = [_Arguments()]
 
 
 class Launcher:
@@ -216,7 +216,9 @@ class Launcher:
             ValueError: the launcher refused the arguments or the forced path.
             LaunchError: a driver call failed.
         """
-        arguments = self._of_thread.arguments
+        # Taken away: a call that interrupts this one (of a signal handler) makes itself another.
+        spare = self._of_thread.spare
+        arguments = spare.pop() if spare else _Arguments()
         buffer = arguments.buffer
         _ADDRESSES.pack_into(buffer, 0, *pointers, stream, workspace_bytes)
         _FACTORS.pack_into(buffer, _FACTORS_AT, scale, lower_bound)
@@ -227,6 +229,8 @@ class Launcher:
             _CODES.pack_into(buffer, _CODES_AT, *dtypes, beta_is_logits, path, 0)
             arguments.shape = shape
         status = self._forward(module, arguments.address)
+        if not spare:
+            spare.append(arguments)
         if status:
             self._raise(status)
 

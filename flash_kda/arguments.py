@@ -38,6 +38,7 @@ _FP32_MAX = 3.4028234663852886e38
 _LOWEST_BOUND = -5.0
 _VECTOR_BYTES = 16
 _WORKSPACE_ALIGNMENT = 256
+_LOW_ADDRESS = 1 << 40  # a view of a storage without memory has its offset for an address
 _ALIGNED_16 = (Q, K, V, G, OUT)
 
 # Few combinations recur in a process; these bound the memory where that does not hold.
@@ -51,7 +52,6 @@ _GUARD_LIMIT = 4
 _LOOKUPS_A_GUARD = 4
 _recent: tuple[tuple[guards.Guard, Layout], ...] = ()
 
-# What guards see in the place of an absent tensor.
 (
     _NO_A_LOG,
     _NO_DT_BIAS,
@@ -63,7 +63,7 @@ _recent: tuple[tuple[guards.Guard, Layout], ...] = ()
     _NO_OFFSETS,
     _NO_CHECKPOINTS,
     _NO_WORKSPACE,
-) = (torch.empty(at, device="meta") for at in range(10))
+) = map(guards.absent, range(10))
 
 
 CheckedCall = tuple[Layout, tuple[int, ...], float, float, tuple[Tensor, ...]]
@@ -154,7 +154,7 @@ def check(
             0 if workspace is None else workspace.data_ptr(),
         )
         # At a tensor without sizes or strides a guard would end the process. Those have no address,
-        # or are nested.
+        # or are nested. (What torch's private constructors make beside them is not looked for.)
         nested = (
             q.is_nested
             or k.is_nested
@@ -177,8 +177,8 @@ def check(
                 if matches(*guarded):
                     layout = known
                     break
-    except (AttributeError, RuntimeError, TypeError):
-        pass  # not a tensor, or one without memory
+    except Exception:
+        pass  # not a tensor, whatever it raises, or one without memory: build names it
     if layout is None:
         layout = _layout_of(tensors, guarded)
     if type(scale) is not float or not -_FP32_MAX <= scale <= _FP32_MAX:
@@ -231,8 +231,10 @@ def _layout_of(tensors: Tensors, guarded: tuple[Tensor, ...]) -> Layout:
             for x in tensors
         )
         layout = _layouts.get(key)
-    except (AttributeError, RuntimeError, TypeError):
+    except Exception:
         key = layout = None  # not a tensor, or one of a kind without strides: build names it
+    if not all(x is None or isinstance(x, Tensor) for x in tensors):
+        key = layout = None  # it has all that a tensor is asked for, but is none
     if layout is None:
         layout = build(tensors)
         if key is None:
@@ -329,7 +331,7 @@ def _refuse_without_memory(tensors: Tensors, layout: Layout) -> None:
         if tensor is None or not extent:
             continue
         try:
-            missing = not tensor.data_ptr()
+            missing = tensor.data_ptr() == tensor.storage_offset() * tensor.element_size()
         except RuntimeError:
             missing = True
         if missing:
@@ -339,7 +341,7 @@ def _refuse_without_memory(tensors: Tensors, layout: Layout) -> None:
 
 def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout) -> None:
     for position in layout.present:
-        if not pointers[position]:
+        if pointers[position] < _LOW_ADDRESS:
             _refuse_without_memory(tensors, layout)
     bits = pointers[Q] | pointers[K] | pointers[V] | pointers[G] | pointers[OUT]
     if bits % _VECTOR_BYTES or pointers[WORKSPACE] % _WORKSPACE_ALIGNMENT:

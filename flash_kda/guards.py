@@ -16,7 +16,23 @@ from torch import Tensor
 
 Guard = Callable[..., bool]
 
-_GUARDED_TYPES = (Tensor, torch.nn.Parameter)
+
+class Absent(Tensor):
+    """Stands for an absent tensor: no argument is of this type, whatever its other metadata."""
+
+
+_GUARDED_TYPES = (Tensor, torch.nn.Parameter, Absent)
+
+
+def absent(size: int) -> Tensor:
+    """What guards see in the place of an absent tensor. Those of different sizes are told apart."""
+    return torch.empty(size, device="meta") if _guards is None else _absent(size)
+
+
+def _absent(size: int) -> Tensor:
+    # Under a FakeTensorMode at import it would be a FakeTensor, which gets no guard.
+    with torch._C._DisableTorchDispatch():
+        return Tensor._make_subclass(Absent, torch.empty(size, device="meta"))
 
 
 def guard(tensors: Sequence[Tensor]) -> Guard | None:
@@ -63,6 +79,7 @@ def _tells_apart(guards: Any) -> bool:
         empty(3, 2).T,
         empty(1, 3).expand(2, 3),
         imaginary,
+        _absent(2),
         None,
     )
     of_plain, of_imaginary = _made_by(guards, (plain,)), _made_by(guards, (imaginary,))
@@ -73,6 +90,8 @@ def _tells_apart(guards: Any) -> bool:
         and of_imaginary(imaginary) is True
         and not any(of_plain(x) for x in others)
         and not of_imaginary(negated)
+        and _made_by(guards, (_absent(1),))(_absent(1))
+        and not _made_by(guards, (_absent(1),))(empty(1, device="meta"))
     )
 
 

@@ -37,5 +37,11 @@ def register(run: Callable[..., None]) -> torch._ops.OpOverload:
     return torch.ops.flash_kda.fwd.default
 
 
-def _fake(q: Tensor, *args: Any, **kwargs: Any) -> None:
+def _fake(*args: Any, **kwargs: Any) -> None:
     """Shapes are checked when real tensors arrive: reading symbolic ones would fix their sizes."""
+    # One real meta tensor among others would otherwise end here, and the call do nothing.
+    devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+    if "meta" in devices and len(devices) > 1:
+        raise ValueError(
+            "flash_kda.fwd: got tensors on meta and on other devices; needs all on one device"
+        )

@@ -33,7 +33,7 @@ CHECK_VARIABLE = "FLASH_KDA_CHECK"
 _CUDA_INDICES = 128
 
 # Held while a setting of the process, whether torch fills new memory, is changed.
-_filling = threading.Lock()
+_filling = threading.RLock()  # a call of a signal handler may interrupt its thread's own
 
 # os.environ re-encodes names and decodes values, ten times the cost of looking in what it wraps.
 _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)

@@ -153,6 +153,32 @@ def test_a_block_that_cannot_be_filled_is_not_taken_for_filled(stand_in: StandIn
     assert stand_in.last("batch") == GEOMETRY[0]
 
 
+def test_a_call_that_interrupts_another_has_its_own_arguments(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a signal handler may, between any two lines of Python."""
+    forward(stand_in.launcher)
+    expected = {name: stand_in.last(name) for name in stand_in.fields}
+    forward(stand_in.launcher, geometry=tuple(range(201, 235)))
+    pack = abi._GEOMETRY
+
+    class Interrupted:
+        inner = False
+
+        def pack_into(self, *arguments: Any) -> None:
+            pack.pack_into(*arguments)
+            if not self.inner:
+                self.inner = True
+                forward(stand_in.launcher, geometry=tuple(range(301, 335)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(abi, "_GEOMETRY", Interrupted())
+        forward(stand_in.launcher)
+    for _ in range(2):
+        assert {name: stand_in.last(name) for name in stand_in.fields} == expected
+        forward(stand_in.launcher)
+
+
 def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:
     failures, launcher = [], stand_in.launcher
 

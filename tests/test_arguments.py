@@ -558,10 +558,13 @@ def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     refused({**call, "beta": call["beta"].double()}, TypeError, "beta: got dtype torch.float64")
 
 
-@pytest.mark.parametrize("overlooked", ["dtype", "device", "size", "stride", "is_neg", "nothing"])
+@pytest.mark.parametrize(
+    "overlooked", ["type", "dtype", "device", "size", "stride", "is_neg", "nothing"]
+)
 def test_guards_that_overlook_something_are_not_used(overlooked: str) -> None:
     """As those of some later torch might."""
     properties: dict[str, Callable[[torch.Tensor], Any]] = {
+        "type": type,
         "dtype": lambda x: x.dtype,
         "device": lambda x: x.device,
         "size": lambda x: x.size(),
@@ -578,6 +581,61 @@ def test_guards_that_overlook_something_are_not_used(overlooked: str) -> None:
             return x is not None and [of(x) for of in seen] == self.first
 
     assert guards._tells_apart(Guards) == (overlooked == "nothing")
+
+
+def test_an_empty_tensor_is_not_an_absent_one() -> None:
+    """Whatever guards see in the place of what is absent, no argument passes for it."""
+    for absent, call in (
+        ((), make()),
+        (("A_log", "dt_bias"), make()),
+        (("initial_state",), make()),
+    ):
+        call = {**call, **dict.fromkeys(absent)}
+        for _ in range(3):
+            flash_kda.fwd(**call)
+        for name in ("A_log", "dt_bias", "cu_seqlens", "state_indices", "workspace"):
+            for size in range(11):
+                impostor = torch.empty(size, device="meta")
+                with pytest.raises((TypeError, ValueError), match=rf"flash_kda\.fwd: {name}"):
+                    flash_kda.fwd(**{**call, name: impostor})
+        for size in range(11):
+            impostor = torch.empty(size, device="meta")
+            state = {"checkpoint_states": impostor}
+            offsets = {"checkpoint_offsets": impostor}
+            for changes in (state, offsets, state | offsets, {"final_state": impostor}):
+                with pytest.raises((TypeError, ValueError), match=r"flash_kda\.fwd: "):
+                    flash_kda.fwd(**{**call, **changes})
+
+
+def test_what_looks_like_a_tensor_is_none() -> None:
+    class Forwarding:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self._tensor = tensor
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tensor, name)
+
+    class Raising:
+        def __getattr__(self, name: str) -> Any:
+            raise ValueError(name)
+
+    call = make()
+    flash_kda.fwd(**call)
+    for name in ("q", "A_log", "final_state"):
+        refused({**call, name: Forwarding(call[name])}, TypeError, f"{name}: got a value of type")
+        refused({**call, name: Raising()}, TypeError, f"{name}: got a value of type")
+
+
+@pytest.mark.parametrize("name", ["q", "v", "out", "A_log", "dt_bias", "initial_state"])
+def test_views_of_a_storage_without_memory(name: str) -> None:
+    """Their address is their offset."""
+    call = make()
+    whole = torch.cat([call[name], call[name]])
+    view = whole[call[name].shape[0] :]
+    assert view.storage_offset() > 0
+    whole.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"flash_kda\.fwd: {name}: got a Tensor without memory"):
+        flash_kda.fwd(**{**call, name: view})
 
 
 # --- scalars ------------------------------------------------------------------------------------

@@ -115,6 +115,16 @@ def test_operator_reports_misuse_as_fwd_does(rng: cases.Random) -> None:
         OPERATOR(*call(case)[0])
 
 
+@pytest.mark.parametrize("position", [7, 8, 10])
+def test_one_meta_tensor_does_not_make_a_call_imaginary(rng: cases.Random, position: int) -> None:
+    """A call of meta tensors alone does nothing; with others there it is a mistake."""
+    positional = list(call(make_case(rng, tokens=20))[0])
+    positional[position] = torch.empty(0, device="meta")
+    with pytest.raises(ValueError, match="meta"):
+        OPERATOR(*positional)
+    assert not positional[6].any()
+
+
 def test_eager_calls_bypass_the_dispatcher(rng: cases.Random) -> None:
     seen = []
 
