@@ -203,6 +203,28 @@ def make_case(
     return case.but(**KINDS[kind].change(case, rng))
 
 
+def crowd(rng: Random) -> dict[str, Any]:
+    """The shape of a packed call, as :func:`make_case` takes it, with many more chains (sequences
+    times heads) than any GPU has clusters, so that `fused` shares chains out and cuts them.
+
+    Lengths come in random order. On a CPU, where there is nothing to share, there are few.
+    """
+    on_gpu = rng.device.type == "cuda"
+    lengths = (0, 1, 15, 16, 17, 64, 100, 300) * 5 if on_gpu else (0, 1, 15, 16, 17, 33, 50)
+    places = rng.integers(0, 2**31 - 1, len(lengths))
+    order = sorted(range(len(lengths)), key=places.__getitem__)
+    chosen = tuple(lengths[n] for n in order)
+    return {"lengths": chosen, "heads": 5 if on_gpu else 2, "before": 3, "after": 7}
+
+
+def some_of(case: Case) -> list[int]:
+    """Some sequences of a case, the longest, the shortest and the outer ones among them."""
+    lengths = [end - begin for _, begin, end in case.spans]
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    chosen = (0, len(lengths) - 1, by_length[0], by_length[len(lengths) // 2], by_length[-1])
+    return sorted(set(chosen))
+
+
 def reference(case: Case) -> tuple[Tensor, Tensor]:
     """The recurrence in float64: out and final state."""
     return recurrent_kda(**vars(case))
@@ -314,16 +336,41 @@ def same_bits(x: Tensor | None, y: Tensor | None) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bits(x), bits(y))
 
 
+def assert_others_kept(
+    case: Case,
+    chosen: int,
+    results: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
+) -> None:
+    """All sequences but one have the bits that are expected, in out and in the final state."""
+    for n, (b, i, j) in enumerate(case.spans):
+        if n != chosen:
+            assert same_bits(results[0][b, i:j], expected[0][b, i:j]), f"{chosen} changes {n}"
+            assert same_bits(results[1][n], expected[1][n]), f"{chosen} changes the state of {n}"
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """A copy at an address that no access of more than one element can take."""
+    whole = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return whole[1:].view(x.shape).copy_(x)
+
+
 def call_with_pool(
-    case: Case, rng: Random, dtype: torch.dtype
+    case: Case, rng: Random, dtype: torch.dtype, aligned: bool = True
 ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-    """Call with six sequences whose states lie in a pool of nine slots, two of them in none.
+    """Call with a pool that has three slots more than there are sequences; every third sequence
+    has none.
 
     ``out`` is compared here. Returns the pool, the pool as it was before, and by slot the states
     that should be in it now.
     """
-    slots = torch.tensor([7, 2, -1, 0, 5, -1], dtype=torch.int32, device=case.device)
-    pool = rng.normal(9, *case.state_shape[1:], dtype=dtype)
+    count = case.state_shape[0]
+    places = rng.integers(0, 2**31 - 1, count + 3)
+    names = sorted(range(count + 3), key=places.__getitem__)[:count]
+    names[2::3] = [-1] * len(names[2::3])
+    slots = torch.tensor(names, dtype=torch.int32, device=case.device)
+    pool = rng.normal(count + 3, *case.state_shape[1:], dtype=dtype)
+    pool = pool if aligned else misaligned(pool)
     before = pool.clone()
     initial = torch.zeros(case.state_shape, device=case.device, dtype=dtype)
     used = slots >= 0
@@ -333,26 +380,33 @@ def call_with_pool(
     arguments = {**vars(case), "initial_state": pool}
     flash_kda.fwd(**arguments, out=out, final_state=pool, state_indices=slots)
     assert_accurate(case, out, None, expected=expected)
-    states = {slot: expected[1][n] for n, slot in enumerate(slots.tolist()) if slot >= 0}
+    states = {slot: expected[1][n] for n, slot in enumerate(names) if slot >= 0}
     return pool, before, states
 
 
 def assert_repeatable(
-    case: Case, times: int, expected: tuple[Tensor, Any] | None = None
+    case: Case,
+    times: int,
+    expected: tuple[Tensor, Any] | None = None,
+    final_state: torch.dtype | None = torch.float32,
 ) -> tuple[Tensor, Any]:
     """Runs of a case give the bits of ``expected``, or of a first run; returns those.
 
-    They are compared on the device, so that they follow each other closely.
+    They are compared on the device, so that they follow each other closely. ``final_state`` is the
+    type of that of the first run, or None for runs without one.
     """
     if expected is None:
-        expected = forward(case)
-    out, state = (torch.empty_like(x) for x in expected)
+        expected = forward(case, final_state=final_state)
+    first = [x for x in expected if x is not None]
+    again = [torch.empty_like(x) for x in first]
     different = torch.zeros((), dtype=torch.int64, device=case.device)
     for _ in range(times):
-        bits(out).fill_(-1)
-        bits(state).fill_(-1)
-        forward(case, out=out, final_state=state)
-        same = (bits(out) == bits(expected[0])).all() & (bits(state) == bits(expected[1])).all()
+        for x in again:
+            bits(x).fill_(-1)
+        forward(case, out=again[0], final_state=again[1] if len(again) > 1 else None)
+        same = torch.ones((), dtype=torch.bool, device=case.device)
+        for x, y in zip(again, first, strict=True):
+            same &= (bits(x) == bits(y)).all()
         different += ~same
     assert int(different) == 0, f"{int(different)} of {times} runs differ"
     return expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cases
@@ -10,18 +11,22 @@ import pytest
 import torch
 from cases import Guarded, assert_accurate, forward, make_case, poisoned, same_bits
 
+import flash_kda
+
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("path")]
 
 TOKENS = ("q", "k", "v", "g", "beta")
+few_and_many = pytest.mark.parametrize("many", [False, True], ids=["few", "crowd"])
 
 
+@few_and_many
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_stays_in_its_sequence(rng: cases.Random, bad: float) -> None:
-    lengths = (20, 30, 1, 64, 5, 33)
-    case = make_case(rng, lengths=lengths, before=3, after=7)
+def test_nan_stays_in_its_sequence(rng: cases.Random, bad: float, many: bool) -> None:
+    few = {"lengths": (20, 30, 1, 64, 5, 33), "before": 3, "after": 7}
+    case = make_case(rng, **(cases.crowd(rng) if many else few))
     expected = forward(case)
     assert_accurate(case, *expected)
-    for chosen in range(len(lengths)):
+    for chosen in cases.some_of(case) if many else range(6):
         spoilt = case.but(**{name: getattr(case, name).clone() for name in TOKENS})
         _, start, stop = case.spans[chosen]
         for name in TOKENS:
@@ -30,11 +35,7 @@ def test_nan_stays_in_its_sequence(rng: cases.Random, bad: float) -> None:
             x[:, :3] = bad
             x[:, -7:] = bad
         out, state = forward(spoilt)
-        others = [n for n in range(len(lengths)) if n != chosen]
-        for n in others:
-            _, i, j = case.spans[n]
-            assert same_bits(out[:, i:j], expected[0][:, i:j]), f"{chosen} changes {n}"
-            assert same_bits(state[n], expected[1][n]), f"{chosen} changes the state of {n}"
+        cases.assert_others_kept(case, chosen, (out, state), expected)
         assert not torch.isfinite(out[:, start:stop]).any()
 
 
@@ -100,8 +101,9 @@ def test_rows_outside_cu_seqlens_are_left_alone(rng: cases.Random) -> None:
         {"lengths": (5, 0, 100, 17), "after": 3},
         {"lengths": (1,) * 50},
         {"lengths": (0, 0)},
+        {"lengths": (31, 0, 17, 1, 40, 16) * 4},
     ],
-    ids=["one_token", "one_sequence", "batch", "packed", "many_sequences", "empty"],
+    ids=["one_token", "one_sequence", "batch", "packed", "many_sequences", "empty", "crowd"],
 )
 @pytest.mark.parametrize("state_type", [torch.float32, torch.bfloat16])
 def test_nothing_beside_the_results_is_written(
@@ -130,27 +132,44 @@ HOSTILE = {
 }
 
 
+def check_hostile(case: cases.Case, bounds: Sequence[int], dtype: torch.dtype) -> None:
+    """No promise about the values written, but nothing crashes and nothing else is written. The
+    workspace may serve the next call.
+    """
+    hostile = case.but(cu_seqlens=torch.tensor(bounds, dtype=dtype, device=case.device))
+    out = Guarded(*case.v.shape, dtype=torch.bfloat16, device=case.device, margin=1 << 24)
+    state = Guarded(*case.state_shape, dtype=torch.float32, device=case.device, margin=1 << 24)
+    size = flash_kda.workspace_size(case.q.shape[1], case.q.shape[2], case.state_shape[0])
+    workspace = Guarded(size, dtype=torch.uint8, device=case.device, margin=1 << 24)
+    for cu_seqlens in (hostile.cu_seqlens, case.cu_seqlens):
+        again = case.but(cu_seqlens=cu_seqlens)
+        forward(again, out=out.tensor, final_state=state.tensor, workspace=workspace.tensor)
+        torch.cuda.synchronize()
+        for guarded in (out, state, workspace):
+            guarded.assert_margins_untouched()
+    assert_accurate(case, out.tensor, state.tensor)
+
+
 @pytest.mark.cuda
+@pytest.mark.parametrize("heads", [3, 40])
 @pytest.mark.parametrize("name", [*HOSTILE, "beyond_int32"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_hostile_cu_seqlens(rng: cases.Random, name: str, dtype: torch.dtype) -> None:
-    """No promise about the values written, but nothing crashes and nothing else is written."""
-    import flash_kda
-
+def test_hostile_cu_seqlens(rng: cases.Random, name: str, dtype: torch.dtype, heads: int) -> None:
+    """With 40 heads `fused` shares chains out, by these values."""
     if name == "beyond_int32" and dtype == torch.int32:
         pytest.skip("does not fit in int32")
     values = HOSTILE.get(name, (0, 2**40, -(2**40), 2**62, 7))
-    case = make_case(rng, lengths=(40, 10, 30, 20), heads=3)
-    hostile = case.but(cu_seqlens=torch.tensor(values, dtype=dtype, device=case.device))
-    out = Guarded(*case.v.shape, dtype=torch.bfloat16, device=case.device, margin=1 << 24)
-    state = Guarded(*case.state_shape, dtype=torch.float32, device=case.device, margin=1 << 24)
-    size = flash_kda.workspace_size(100, 3, 4)
-    workspace = Guarded(size, dtype=torch.uint8, device=case.device, margin=1 << 24)
-    forward(hostile, out=out.tensor, final_state=state.tensor, workspace=workspace.tensor)
-    torch.cuda.synchronize()
-    for guarded in (out, state, workspace):
-        guarded.assert_margins_untouched()
-    assert_accurate(case, *forward(case))
+    check_hostile(make_case(rng, lengths=(40, 10, 30, 20), heads=heads), values, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_random_cu_seqlens_of_a_crowd(rng: cases.Random, dtype: torch.dtype) -> None:
+    """Rising and falling, inside the row and far outside."""
+    case = make_case(rng, **cases.crowd(rng))
+    count, tokens = case.cu_seqlens.numel(), case.q.shape[1]
+    for low, high in ((0, tokens + 1), (-tokens, 2 * tokens), (-(2**31), 2**31 - 1)):
+        check_hostile(case, rng.integers(low, high, count), dtype)
 
 
 @pytest.mark.cuda

@@ -28,9 +28,10 @@ D = cases.WIDTH
 TOKENS = ("q", "k", "v", "g", "beta")
 LARGEST = torch.finfo(torch.bfloat16).max
 BEYOND = {"nan": math.nan, "inf": math.inf, "minus_inf": -math.inf, "largest": LARGEST}
+few_and_many = pytest.mark.parametrize("many", [False, True], ids=["few", "crowd"])
 
 
-def spoil(case: cases.Case, name: str, where: Any, value: float) -> cases.Case:
+def spoil(case: cases.Case, name: str, where: Any, value: float | Tensor) -> cases.Case:
     x = getattr(case, name).clone()
     x[where] = value
     return case.but(**{name: x})
@@ -63,6 +64,26 @@ def test_no_finite_value_reaches_earlier_tokens(rng: cases.Random, name: str) ->
             assert same_bits(changed[:, :cut], out[:, :cut]), f"{name} from {cut} on is {value:g}"
 
 
+@pytest.mark.parametrize("name", TOKENS)
+def test_no_finite_value_of_a_crowd_reaches_other_tokens(rng: cases.Random, name: str) -> None:
+    """Bit for bit: neither earlier ones of its sequence nor those of other sequences, whichever
+    cluster has them.
+    """
+    case = make_case(rng, **cases.crowd(rng))
+    expected = forward(case)
+    chosen, (_, begin, end) = max(enumerate(case.spans), key=lambda x: x[1][2] - x[1][1])
+    length = end - begin
+    other = rng.normal(*getattr(case, name)[:, begin:end].shape, dtype=torch.bfloat16)
+    for cut in (1, 16, 17, length // 2, length - 1):
+        for value in (LARGEST, -LARGEST, other[:, cut:]):
+            changed = spoil(case, name, (slice(None), slice(begin + cut, end)), value)
+            results = forward(changed)
+            before, after = slice(begin, begin + cut), slice(begin + cut, end)
+            assert same_bits(results[0][:, before], expected[0][:, before])
+            cases.assert_others_kept(case, chosen, results, expected)
+        assert not same_bits(results[0][:, after], expected[0][:, after])
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", TOKENS)
 def test_nan_reaches_no_earlier_step(rng: cases.Random, name: str, value: float) -> None:
@@ -76,20 +97,56 @@ def test_nan_reaches_no_earlier_step(rng: cases.Random, name: str, value: float)
         assert same_bits(changed[:, kept], out[:, kept]), f"{name} of token {at}"
 
 
+@few_and_many
 @pytest.mark.parametrize("value", BEYOND.values(), ids=list(BEYOND))
 @pytest.mark.parametrize("name", [*TOKENS, "initial_state"])
 def test_one_input_of_a_sequence_reaches_no_other(
-    rng: cases.Random, name: str, value: float
+    rng: cases.Random, name: str, value: float, many: bool
 ) -> None:
-    case = make_case(rng, lengths=(20, 0, 16, 1, 33), before=2, after=3, heads=3)
+    few = {"lengths": (20, 0, 16, 1, 33), "before": 2, "after": 3, "heads": 3}
+    case = make_case(rng, **(cases.crowd(rng) if many else few))
     expected = forward(case)
-    for chosen, (_, begin, end) in enumerate(case.spans):
+    spans = case.spans
+    for chosen in cases.some_of(case) if many else range(len(spans)):
+        _, begin, end = spans[chosen]
         where = chosen if name == "initial_state" else (0, slice(begin, end))
-        out, state = forward(spoil(case, name, where, value))
-        for n, (_, i, j) in enumerate(case.spans):
-            if n != chosen:
-                assert same_bits(out[:, i:j], expected[0][:, i:j]), f"{chosen} changes {n}"
-                assert same_bits(state[n], expected[1][n]), f"{chosen} changes the state of {n}"
+        results = forward(spoil(case, name, where, value))
+        cases.assert_others_kept(case, chosen, results, expected)
+
+
+@pytest.mark.parametrize("initial", [None, torch.float32])
+def test_packing_changes_no_bit(
+    rng: cases.Random, initial: torch.dtype | None, path: str | None
+) -> None:
+    """Each sequence of a crowd alone, as a batch row or packed: docs/accuracy.md."""
+    if rng.device.type == "cuda" and path in (None, "segments"):
+        pytest.skip("sizes of the call choose the path, or the cuts")
+    case = make_case(rng, **cases.crowd(rng), initial_state=initial)
+    out, state = forward(case)
+    for n, (_, begin, end) in enumerate(case.spans):
+        alone = case.part(n, 0, end - begin)
+        bounds = torch.tensor([0, end - begin], device=case.device)
+        for again in (alone, alone.but(cu_seqlens=bounds)):
+            results = forward(again)
+            assert same_bits(results[0], out[:, begin:end]), f"sequence {n}"
+            assert same_bits(results[1], state[n : n + 1]), f"state of sequence {n}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_places_of_the_states_of_a_crowd_change_no_bit(
+    rng: cases.Random, dtype: torch.dtype
+) -> None:
+    """In place or not, aligned for bulk copies or not: `fused` loads them in different ways."""
+    case = make_case(rng, **cases.crowd(rng), initial_state=dtype)
+    expected = forward(case, final_state=dtype)
+    assert_accurate(case, *expected)
+    for initial in (case.initial_state, cases.misaligned(case.initial_state)):
+        for final in (torch.empty_like(initial), cases.misaligned(initial), initial):
+            if final is not initial:
+                cases.bits(final).fill_(-1)
+            given = case.but(initial_state=initial)
+            out, state = forward(given, final_state=final)
+            assert same_bits(out, expected[0]) and same_bits(state, expected[1])
 
 
 @pytest.mark.parametrize("value", BEYOND.values(), ids=list(BEYOND))

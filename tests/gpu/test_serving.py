@@ -62,6 +62,48 @@ def test_checkpoints_of_batch_rows(rng: cases.Random) -> None:
         assert relative_error(state, _expected_state(case, row, tokens)) <= cases.ORDINARY_BOUND
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("initial", [None, torch.float32])
+def test_checkpoints_of_a_crowd(
+    rng: cases.Random, dtype: torch.dtype, initial: torch.dtype | None
+) -> None:
+    """At all places of each third sequence that may be named: right, and nothing else changes."""
+    case = make_case(rng, **cases.crowd(rng), initial_state=initial)
+    expected = forward(case)
+    wanted = [
+        (n, tokens)
+        for n, (_, begin, end) in list(enumerate(case.spans))[::3]
+        for tokens in sorted({*range(16, end - begin + 1, 16), end - begin} - {0})
+    ]
+    spans = case.spans
+    offsets = [spans[n][1] + tokens for n, tokens in wanted]
+    states = poisoned(len(offsets), *case.state_shape[1:], dtype=dtype, device=case.device)
+    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
+    final = poisoned(*case.state_shape, dtype=torch.float32, device=case.device)
+    flash_kda.fwd(
+        **vars(case),
+        out=out,
+        final_state=final,
+        checkpoint_offsets=torch.tensor(offsets, device=case.device),
+        checkpoint_states=states,
+    )
+    assert same_bits(out, expected[0]) and same_bits(final, expected[1])
+    for (n, tokens), state in zip(wanted, states, strict=True):
+        if tokens == spans[n][2] - spans[n][1]:
+            assert same_bits(state, final[n].to(dtype)), f"sequence {n} at its end"
+    # One packed call whose sequences are the beginnings.
+    rows = [torch.arange(spans[n][1], spans[n][1] + tokens) for n, tokens in wanted]
+    index = torch.cat(rows).to(case.device)
+    begun = case.but(**{name: getattr(case, name)[:, index] for name in cases.TOKEN_INPUTS})
+    begun.cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0).to(case.device)
+    if initial is not None:
+        begun.initial_state = case.initial_state[[n for n, _ in wanted]]
+    bound = 2 * cases.ORDINARY_BOUND
+    for at, (state, right) in enumerate(zip(states, reference(begun)[1], strict=True)):
+        error = relative_error(state, right)
+        assert error <= bound, "sequence {} after {} tokens: {:.1e}".format(*wanted[at], error)
+
+
 def test_checkpoints_change_nothing_else(rng: cases.Random) -> None:
     case = make_case(rng, tokens=400, heads=4)
     expected = forward(case)
@@ -98,15 +140,18 @@ def test_offsets_that_name_nothing_are_passed_over(rng: cases.Random) -> None:
             assert torch.isnan(state).all(), f"offset {offsets[index]} was written"
 
 
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("many", [False, True], ids=["few", "crowd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pool(rng: cases.Random, dtype: torch.dtype) -> None:
+def test_pool(rng: cases.Random, dtype: torch.dtype, many: bool, aligned: bool) -> None:
     """Slots are read and written in place; -1 starts from zeros; the others keep their bits."""
-    case = make_case(rng, lengths=LENGTHS, heads=3, initial_state=None)
-    pool, before, states = cases.call_with_pool(case, rng, dtype)
+    shape = cases.crowd(rng) if many else {"lengths": LENGTHS, "heads": 3}
+    case = make_case(rng, **shape, initial_state=None)
+    pool, before, states = cases.call_with_pool(case, rng, dtype, aligned)
     for slot, state in states.items():
         error = relative_error(pool[slot], state)
         assert error <= cases.ORDINARY_BOUND, f"slot {slot}: {error:.1e}"
-    untouched = [slot for slot in range(9) if slot not in states]
+    untouched = [slot for slot in range(pool.shape[0]) if slot not in states]
     assert same_bits(pool[untouched], before[untouched])
 
 
