@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
@@ -26,6 +26,7 @@ from flash_kda.ops import PATH_VARIABLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda, pytest.mark.usefixtures("path")]
 
+STATES = (None, torch.float32, torch.bfloat16)
 SHAPES: dict[str, dict[str, Any]] = {
     "one_token": {"tokens": 1},
     "one_sequence": {"tokens": 130, "heads": 5},
@@ -33,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "packed": {"lengths": (40, 0, 1, 77, 16), "before": 2, "after": 9},
     "many_sequences": {"lengths": (1,) * 100},
     "long_sequences": {"lengths": (2100, 0, 3000)},
+    "crowd": {"lengths": (64, 0, 1, 100, 17, 16, 300, 15) * 3, "heads": 7, "before": 1},
 }
 each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
 
@@ -92,6 +94,38 @@ def test_fused_needs_no_workspace_for_equal_lengths(rng: cases.Random) -> None:
         workspace.assert_margins_untouched()
 
 
+def test_no_memory_for_the_workspace(rng: cases.Random) -> None:
+    """The call says so and writes nothing, and the next one works as if it had not been."""
+    case = make_case(rng, **cases.crowd(rng))
+    expected = forward(case)  # with the kernels loaded
+    out, state = (torch.empty_like(x) for x in expected)
+    bits = [cases.bits(x).fill_(-1) for x in (out, state)]
+    before = case.initial_state.clone()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(case.device).total_memory
+    fillers = []
+    # What torch has already is filled, and it may take no more.
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        size = workspace_bytes(case)
+        assert size > 1 << 20  # smaller ones come from memory shared with many others
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            while True:
+                fillers.append(torch.empty(size, dtype=torch.uint8, device=case.device))
+        for final in (state, case.initial_state):
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                forward(case, out=out, final_state=final)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        del fillers
+    torch.cuda.synchronize()
+    assert all(bool((x == -1).all()) for x in bits)
+    assert same_bits(case.initial_state, before)
+    forward(case, out=out, final_state=state)
+    assert same_bits(out, expected[0]) and same_bits(state, expected[1])
+
+
 def test_memory_from_torch_holds_nan(rng: cases.Random) -> None:
     """The workspace that torch's allocator hands out holds whatever was freed before."""
     case = make_case(rng, lengths=(100, 31))
@@ -106,6 +140,24 @@ def test_memory_from_torch_holds_nan(rng: cases.Random) -> None:
 def test_repeats_are_equal_bit_for_bit(rng: cases.Random, shape: dict) -> None:
     case = make_case(rng, **shape)
     assert_accurate(case, *assert_repeatable(case, 20))
+
+
+@pytest.mark.parametrize("final", STATES)
+@pytest.mark.parametrize("initial", STATES)
+@pytest.mark.parametrize("many", [False, True], ids=["few", "crowd"])
+def test_repeats_with_states_of_each_kind(
+    rng: cases.Random, many: bool, initial: torch.dtype | None, final: torch.dtype | None
+) -> None:
+    """Each kind of state comes and goes in its own way; none leaves something to chance."""
+    few = {"lengths": (100, 0, 33, 1, 200), "before": 2}
+    case = make_case(rng, **(cases.crowd(rng) if many else few), initial_state=initial)
+    out, state = assert_repeatable(case, 20, final_state=final)
+    # Nor does one state depend on the other's kind, but for its own rounding.
+    for other in STATES:
+        again, other_state = forward(case, final_state=other)
+        assert same_bits(again, out)
+        if other == torch.float32 and final is not None:
+            assert same_bits(other_state.to(final), state)
 
 
 def test_larger_repeats_are_equal_bit_for_bit(rng: cases.Random) -> None:
@@ -222,9 +274,29 @@ def test_no_host_synchronisation(rng: cases.Random, workspace: str | None) -> No
     assert_accurate(case, out, state)
 
 
+BOUNDS = (
+    (0, 40, 117, 133, 163),
+    (0, 0, 0, 173, 173),
+    (1, 2, 3, 4, 5),
+    (7, 57, 57, 100, 173),
+    (173, 173, 173, 173, 173),
+)
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (4, 40), (50, 4)], ids=["few", "many_heads", "crowd"])
 @pytest.mark.parametrize("workspace", [None, "given"])
-def test_cuda_graph_with_other_sequence_bounds(rng: cases.Random, workspace: str | None) -> None:
-    case = make_case(rng, lengths=(40, 77, 16, 30), after=10, heads=3)
+def test_cuda_graph_with_other_sequence_bounds(
+    rng: cases.Random, workspace: str | None, sizes: tuple[int, int]
+) -> None:
+    """Those of the same number of sequences in as many tokens; `fused` shares chains out anew."""
+    count, heads = sizes
+    replayed: Sequence[Sequence[int]] = BOUNDS
+    if count > 4:
+        drawn = [sorted(rng.integers(0, 1001, count + 1)) for _ in range(3)]
+        replayed = (*drawn, [0] * count + [1000], [0, *[1000] * count], range(count + 1))
+    tokens = max(bounds[-1] for bounds in replayed)
+    lengths = (40, 77, 16, 30) if count == 4 else (18,) * count
+    case = make_case(rng, lengths=lengths, after=tokens - sum(lengths), heads=heads)
     given = None
     if workspace is not None:
         given = cases.aligned_bytes(workspace_bytes(case), case.device)
@@ -237,17 +309,11 @@ def test_cuda_graph_with_other_sequence_bounds(rng: cases.Random, workspace: str
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward(case, out=out, final_state=state, workspace=given)
-    for bounds in (
-        (0, 40, 117, 133, 163),
-        (0, 0, 0, 173, 173),
-        (1, 2, 3, 4, 5),
-        (7, 57, 57, 100, 173),
-        (173, 173, 173, 173, 173),
-    ):
-        new = make_case(rng, lengths=(43, 43, 43, 44), heads=3)
+    for bounds in replayed:
+        new = make_case(rng, lengths=lengths, after=tokens - sum(lengths), heads=heads)
         for name in ("q", "k", "v", "g", "beta", "initial_state"):
             getattr(case, name).copy_(getattr(new, name))
-        case.cu_seqlens.copy_(torch.tensor(bounds))
+        case.cu_seqlens.copy_(torch.tensor(list(bounds)))
         out.copy_(poisoned(*out.shape, dtype=out.dtype, device=out.device))
         state.copy_(poisoned(*state.shape, dtype=state.dtype, device=state.device))
         graph.replay()
