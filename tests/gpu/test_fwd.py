@@ -212,23 +212,3 @@ def test_any_packing(
     )
     out, state = forward(case, final_state=states[1])
     assert_accurate(case, out, state, **KINDS[kind].bounds)
-
-
-@pytest.mark.cuda
-@pytest.mark.slow
-def test_tensors_of_more_than_2_to_the_31_elements(device: torch.device) -> None:
-    lengths = (1000,) * 174 + (700, 301)
-    rng = cases.Random("large tensors", device)
-    case = make_case(rng, lengths=(2,), heads=96, initial_state=None)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    shape = (1, int(bounds[-1]), 96, cases.WIDTH)
-    for name in ("q", "k", "v", "g"):
-        setattr(case, name, torch.empty(shape, dtype=torch.bfloat16, device=device).normal_())
-    case.beta = torch.empty(shape[:3], dtype=torch.bfloat16, device=device).normal_()
-    case.cu_seqlens = bounds.to(device)
-    assert case.q.numel() > 2**31
-    out, state = forward(case)
-    for n in (0, 87, 174, 175):
-        _, start, stop = case.spans[n]
-        rows = {x: getattr(case, x)[:, start:stop] for x in ("q", "k", "v", "g", "beta")}
-        assert_accurate(case.but(**rows, cu_seqlens=None), out[:, start:stop], state[n : n + 1])
