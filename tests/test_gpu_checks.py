@@ -158,7 +158,16 @@ def test_no_part_is_well_without_a_gpu(made: gpu_checks.Part, tmp_path: Path) ->
 
 
 def test_small_calls_on_the_cpu() -> None:
-    small_calls.check(None, small_calls.PACKED, torch.device("cpu"))
+    device = torch.device("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the script does
+    try:
+        small_calls.check(None, small_calls.PACKED, device)
+        small_calls.check_crowd(None, device)
+        with pytest.raises(ValueError, match=r"cu_seqlens\[2\] = 30"):  # read on the CPU alone
+            small_calls.call_hostile(None, small_calls.HEADS, device)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
