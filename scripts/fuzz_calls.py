@@ -21,6 +21,8 @@ _STATES = ("float32", "bfloat16")
 _INTEGERS = ("int64", "int32")
 _LONG = 960
 """Tokens of a sequence, on average, from which the path ``segments`` cuts them."""
+_CLUSTERS = 72
+"""Of the path ``fused``, at most: where there are more chains, they are shared out and cut."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,7 @@ class Call:
         for name in ("initial", "final", "pool", "checkpoints", "workspace", "spoiled"):
             names += [name] if getattr(self, name) is not None else []
         names += ["in place"] if self.final == "same" else []
+        names += ["crowd"] if self.sequences * self.heads > _CLUSTERS else []
         names += ["one buffer"] if self.one_buffer else []
         return names
 
@@ -151,6 +154,8 @@ def draw(rng: random.Random, largest: int, paths: Sequence[str | None]) -> Call:
     path = rng.choice(paths)
     if largest >= _LONG and rng.random() < (0.5 if path == "segments" else 0.05):
         sizes = {**_draw_long_sizes(rng, largest), "heads": rng.randint(1, 3)}
+    elif largest >= _LONG and rng.random() < 0.15:
+        sizes = _draw_crowd_sizes(rng, largest)
     else:
         sizes = _draw_sizes(rng, largest)
         sizes["heads"] = _draw_heads(rng, sizes, largest)
@@ -228,6 +233,21 @@ def _draw_long_sizes(rng: random.Random, largest: int) -> dict[str, Any]:
     rng.shuffle(lengths)
     edges = {name: rng.choice((0, 0, 1, 7, 20)) for name in ("before", "after")}
     return {"lengths": tuple(lengths), **edges}
+
+
+def _draw_crowd_sizes(rng: random.Random, largest: int) -> dict[str, Any]:
+    """More chains (sequences times heads) than clusters, of few tokens but for one at times."""
+    chains = rng.randint(_CLUSTERS + 1, 4 * _CLUSTERS)
+    heads = rng.randint(2, 40)
+    count = -(-chains // heads)
+    most = min(largest, 4 * largest // heads)
+    if rng.random() < 0.3:
+        return {"batch": count, "tokens": rng.randint(1, most // count), "heads": heads}
+    lengths = [_draw_length(rng, most // count) for _ in range(count)]
+    if rng.random() < 0.5:
+        lengths[rng.randrange(count)] += rng.randint(0, most - sum(lengths))
+    edges = {name: rng.choice((0, 0, 1, 7, 20)) for name in ("before", "after")}
+    return {"lengths": tuple(lengths), **edges, "heads": heads}
 
 
 def _draw_heads(rng: random.Random, sizes: dict[str, Any], largest: int) -> int:

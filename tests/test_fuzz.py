@@ -166,6 +166,19 @@ def test_long_sequences_for_the_path_that_cuts_them() -> None:
     assert all(x.all_tokens < 1000 for x in (draw(rng, 900, ["segments"]) for _ in range(100)))
 
 
+def test_more_chains_than_clusters() -> None:
+    rng = random.Random(1)
+    drawn = [draw(rng, 6000, [None, "fused"]) for _ in range(600)]
+    assert all(call.all_tokens - call.before - call.after <= 6000 for call in drawn)
+    crowds = [call for call in drawn if "crowd" in call.features()]
+    assert 60 < len(crowds) < 200
+    assert all(call.sequences * call.heads > 66 for call in crowds)
+    tokens = [(call.all_tokens - call.before - call.after) * call.heads for call in crowds]
+    assert max(tokens) <= 24000
+    shapes = {(call.lengths is None, call.sequences > 30, call.heads > 30) for call in crowds}
+    assert len(shapes) > 4
+
+
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
