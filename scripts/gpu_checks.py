@@ -61,6 +61,9 @@ def parts(wheel: Path | None, variant: Path | None = None) -> Iterator[Part]:
     shared = () if module_missing("xdist") else ("-n", str(PROCESSES))
     skipped = tuple(f"--ignore={path}" for path in FLA_TESTS)
     yield Part("tests", "tests", (*pytest, "tests/gpu", *skipped, *shared), 600)
+    # One after the other: each takes up to half of the GPU's memory.
+    slow = (*pytest, "tests/gpu", *skipped, "-m", "slow", "--runslow")
+    yield Part("slow", "slow", slow, 300)
     fla = module_missing("fla")
     yield Part("fla", "fla", (*pytest, *FLA_TESTS), 600, fla)
     smoke = (python, "scripts/gpu_smoke.py", *(("--wheel", str(wheel)) if wheel else ()))
