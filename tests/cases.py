@@ -349,10 +349,12 @@ def assert_others_kept(
             assert same_bits(results[1][n], expected[1][n]), f"{chosen} changes the state of {n}"
 
 
-def misaligned(x: Tensor) -> Tensor:
-    """A copy at an address that no access of more than one element can take."""
-    whole = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    return whole[1:].view(x.shape).copy_(x)
+def misaligned(x: Tensor, elements: int = 1) -> Tensor:
+    """A copy so many elements after an aligned address: by default one that no access of more than
+    one element can take.
+    """
+    whole = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
+    return whole[elements:].view(x.shape).copy_(x)
 
 
 def call_with_pool(

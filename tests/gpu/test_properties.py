@@ -136,12 +136,14 @@ def test_packing_changes_no_bit(
 def test_places_of_the_states_of_a_crowd_change_no_bit(
     rng: cases.Random, dtype: torch.dtype
 ) -> None:
-    """In place or not, aligned for bulk copies or not: `fused` loads them in different ways."""
+    """In place or not, aligned for bulk copies, for four elements at a time or for one: `fused`
+    loads and stores them in different ways.
+    """
     case = make_case(rng, **cases.crowd(rng), initial_state=dtype)
     expected = forward(case, final_state=dtype)
     assert_accurate(case, *expected)
-    for initial in (case.initial_state, cases.misaligned(case.initial_state)):
-        for final in (torch.empty_like(initial), cases.misaligned(initial), initial):
+    for initial in [cases.misaligned(case.initial_state, n) for n in (0, 4, 1)]:
+        for final in (*(cases.misaligned(initial, n) for n in (0, 4, 1)), initial):
             if final is not initial:
                 cases.bits(final).fill_(-1)
             given = case.but(initial_state=initial)
