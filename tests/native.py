@@ -90,6 +90,128 @@ int cuGetErrorString(int, const char** text) { *text = "fake trouble"; return 0;
 }
 """
 
+LAUNCHING_DRIVER = r"""
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+namespace {
+std::mutex mutex;
+std::set<std::string> names;
+std::vector<std::pair<uint64_t, const char*>> launches;
+std::string failing;  // the function that fails, or a kernel
+std::atomic<int> code{0}, countdown{0}, every{0}, loaded{0}, attempts{0};
+thread_local std::vector<void*> contexts;
+thread_local int capture_mode = 7;
+int result(const char* function) {
+  const std::lock_guard<std::mutex> alone(mutex);
+  return failing == function && --countdown == 0 ? code.load() : 0;
+}
+}  // namespace
+extern "C" {
+void stand_in_fail(const char* function, int at, int with) {
+  const std::lock_guard<std::mutex> alone(mutex);
+  failing = function;
+  countdown = at;
+  code = with;
+}
+void stand_in_fail_every(int n) { every = n; }
+void stand_in_reset() {
+  stand_in_fail("", 0, 0);
+  every = attempts = 0;
+  launches.clear();
+}
+int stand_in_launches() { return static_cast<int>(launches.size()); }
+const char* stand_in_kernel(int n) { return launches[n].second; }
+uint64_t stand_in_stream(int n) { return launches[n].first; }
+int stand_in_contexts() { return static_cast<int>(contexts.size()); }
+int stand_in_loaded() { return loaded; }
+int stand_in_capture_mode() { return capture_mode; }
+
+int cuInit(unsigned) { return result("cuInit"); }
+int cuDeviceGet(int* handle, int index) { *handle = index; return result("cuDeviceGet"); }
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 16 ? 132 : attribute == 75 ? 9 : attribute == 76 ? 0 : 233472;
+  return result("cuDeviceGetAttribute");
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+  *context = &launches;
+  return result("cuDevicePrimaryCtxRetain");
+}
+int cuCtxGetCurrent(void** context) {
+  *context = contexts.empty() ? nullptr : contexts.back();
+  return result("cuCtxGetCurrent");
+}
+int cuCtxPushCurrent_v2(void* context) {
+  const int status = result("cuCtxPushCurrent");
+  if (status == 0) contexts.push_back(context);
+  return status;
+}
+int cuCtxPopCurrent_v2(void** context) {
+  *context = contexts.back();
+  contexts.pop_back();
+  return 0;
+}
+#ifndef OLD
+int cuLibraryLoadData(void** library, const void*, void*, void**, unsigned, void*, void**,
+                      unsigned) {
+  *library = &names;
+  const int status = result("cuLibraryLoadData");
+  loaded += status == 0;
+  return status;
+}
+#endif
+int cuLibraryUnload(void*) { --loaded; return 0; }
+int cuLibraryGetKernel(void** kernel, void*, const char* name) {
+  const int status = result(name);
+  const std::lock_guard<std::mutex> alone(mutex);
+  *kernel = const_cast<char*>(names.insert(name).first->c_str());
+  return status;
+}
+int cuKernelGetFunction(void** function, void* kernel) {
+  *function = kernel;
+  return result("cuKernelGetFunction");
+}
+int cuFuncSetAttribute(void*, int, int) { return result("cuFuncSetAttribute"); }
+#ifdef PARAMETERS
+int cuFuncGetParamInfo(void*, size_t, size_t* offset, size_t* size) {
+  *offset = 0;
+  *size = PARAMETERS;
+  return result("cuFuncGetParamInfo");
+}
+#endif
+int cuLaunchKernelEx(const void* config, void* function, void**, void**) {
+  const int status = result("cuLaunchKernelEx");
+  if (status != 0) return status;
+  if (every > 0 && ++attempts % every == 0) return 719;
+  uint64_t stream;  // behind seven numbers of 4 bytes
+  std::memcpy(&stream, static_cast<const char*>(config) + 32, sizeof stream);
+  const std::lock_guard<std::mutex> alone(mutex);
+  launches.emplace_back(stream, static_cast<const char*>(function));
+  return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  const int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return result("cuThreadExchangeStreamCaptureMode");
+}
+int cuGetErrorName(int code, const char** text) {
+  if (code == 1234) return 1;  // unknown to it, and *text stays as it is
+  *text = code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_FAKE";
+  return 0;
+}
+int cuGetErrorString(int code, const char** text) {
+  if (code == 1234) return 1;
+  *text = "fake trouble";
+  return 0;
+}
+}
+"""
+
 
 def compiler() -> str:
     """A C++ compiler; skips the test where there is none."""
