@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 
 from . import demo, doctor
 from ._version import __version__
 
+BROKEN_PIPE = 141
+"""What a shell shows for a program that SIGPIPE has ended."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status (2 for a wrong command line)."""
+    try:
+        try:
+            return _command(argv)
+        finally:
+            # What is still buffered would otherwise fail after the last line of this program.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as head does. The interpreter flushes once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_kda", description="Kimi Delta Attention forward pass for NVIDIA GPUs."
     )

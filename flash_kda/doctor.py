@@ -24,8 +24,10 @@ SHAPES = ((8192, 96, 1), (8192, 12, 1))
 
 MIN_TORCH = (2, 4)
 PATH_VARIABLE = "FLASH_KDA_PATH"
+CHECK_VARIABLE = "FLASH_KDA_CHECK"
 VARIABLES = (
     PATH_VARIABLE,
+    CHECK_VARIABLE,
     loader.CUBIN_VARIABLE,
     loader.OLD_DRIVER_VARIABLE,
     "FLA_FLASH_KDA",
@@ -57,6 +59,11 @@ def collect(require_gpu: bool = False) -> Report:
     warnings: list[str] = []
     installed = _install(problems, warnings)
     _check_overrides(problems)
+    if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0"):
+        warnings.append(
+            f"{CHECK_VARIABLE} is set: every call on a GPU with cu_seqlens, state_indices or "
+            "checkpoint_offsets reads them first, and waits for the device to do so"
+        )
     gpus = _gpus(problems)
     report = {
         "schema": SCHEMA,

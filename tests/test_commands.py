@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import flash_kda
-from flash_kda import __main__, abi, demo, doctor, driver, loader, manifest
+from flash_kda import __main__, abi, demo, doctor, driver, loader, manifest, ops
 
 PACKAGE = Path(flash_kda.__file__).parent
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -232,6 +233,27 @@ def test_overrides_are_checked_without_gpu(
     assert run_doctor(capsys)[1]["problems"] == []
 
 
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_checking_is_shown(
+    value: str,
+    on: bool,
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is on for the values for which ``fwd`` checks, and costs every call a wait."""
+    assert ops.CHECK_VARIABLE == doctor.CHECK_VARIABLE
+    monkeypatch.setenv("FLASH_KDA_CHECK", value)
+    status, report = run_doctor(capsys)
+    assert (status, report["problems"]) == (0, [])
+    assert report["environment"] == {"FLASH_KDA_CHECK": value}
+    assert len(report["warnings"]) == on
+    assert __main__.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"  FLASH_KDA_CHECK={value}\n" in text
+    assert ("waits for the device" in text) == on
+
+
 # The same in a process of its own, over a copy of the package that is then damaged.
 
 
@@ -303,6 +325,44 @@ def test_text_that_the_terminal_cannot_show(tmp_path: Path, options: list[str]) 
     else:
         assert "FLA_FLASH_KDA=\\xfe" in text
         assert "Gr\\xf6\\xdfe" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"),
+    [
+        (["doctor"], ""),
+        (["doctor", "--json"], ""),
+        (["doctor", "--json"], "1"),
+        (["demo", "--device", "cpu"], "1"),
+        (["--help"], ""),
+    ],
+)
+def test_output_that_nobody_reads(argv: list[str], unbuffered: str) -> None:
+    """As with ``| head -c 10``; it fails at the last flush, or at the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "flash_kda", *argv],
+            cwd=PACKAGE.parent,
+            env={**os.environ, **NO_GPU, "PYTHONUNBUFFERED": unbuffered},
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (__main__.BROKEN_PIPE, "")
+
+
+def test_no_output_at_all() -> None:
+    """Closed by ``>&-``, where Python has no stdout."""
+    command = f"exec {shlex.quote(sys.executable)} -m flash_kda doctor >&-"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_truncated_cubin(built: Path) -> None:
