@@ -152,13 +152,7 @@ def build(tensors: Tensors) -> Layout:
     for position, tensor in enumerate(tensors):
         _check_kind(position, tensor)
     q = _of(tensors, Q)
-    if q.device.type not in ("cuda", "cpu"):
-        raise ValueError(refuse("q", f"a tensor on {q.device}", "a CUDA or CPU device"))
-    for position, tensor in enumerate(tensors):
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(
-                refuse(NAMES[position], f"a tensor on {tensor.device}", f"{q.device}, as q")
-            )
+    _check_devices(tensors, q.device)
 
     layout = Layout()
     batch, tokens, heads = _check_q(q)
@@ -248,6 +242,20 @@ def _check_kind(position: int, tensor: object) -> None:
         raise ValueError(
             refuse(name, "a lazily negated or conjugated view", "stored values (resolve_neg())")
         )
+
+
+def _check_devices(tensors: Tensors, of_q: torch.device) -> None:
+    got = f"a tensor on {of_q}"
+    if of_q.type not in ("cuda", "cpu"):
+        raise ValueError(refuse("q", got, "a CUDA or CPU device"))
+    others = {tensor.device for tensor in tensors[Q + 1 :] if tensor is not None}
+    if len(others) == 1 and of_q not in others:
+        raise ValueError(refuse("q", got, f"{others.pop()}, as all other tensors"))
+    for position, tensor in enumerate(tensors):
+        if tensor is not None and tensor.device != of_q:
+            raise ValueError(
+                refuse(NAMES[position], f"a tensor on {tensor.device}", f"{of_q}, as q")
+            )
 
 
 def _check_dtype(tensors: Tensors, position: int, allowed: tuple[torch.dtype, ...]) -> None:

@@ -1008,3 +1008,51 @@ def test_checkpoints_share_nothing() -> None:
     refused(call, ValueError, "checkpoint_states: got a tensor that shares memory with initial_st")
     call["checkpoint_states"] = call["final_state"][1:3]
     refused(call, ValueError, "shares memory with")
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+def on_gpu(tensor: torch.Tensor, index: int = 0) -> torch.Tensor:
+    """A tensor that says it is on a GPU, with this one's metadata and no memory."""
+    with FakeTensorMode():
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=f"cuda:{index}"
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*TOKEN_TENSORS, "beta", *OPTIONAL),
+        *("state_indices", "checkpoint_offsets", "checkpoint_states"),
+    ],
+)
+def test_one_tensor_on_another_device(name: str) -> None:
+    here = {**make_serving(), "workspace": make_workspace(1 << 20)}
+    flash_kda.fwd(**here)  # the same metadata have passed before
+    tensors = [other for other, value in here.items() if isinstance(value, torch.Tensor)]
+    as_others = ", as all other tensors" if name == "q" else ", as q"
+    # Where there are GPUs, torch asks for the one that a fake tensor names.
+    two = not torch.cuda.is_available() or torch.cuda.device_count() > 1
+    for index in range(1 + two):
+        there = {other: on_gpu(here[other], index) for other in tensors}
+        needs = f"needs cuda:{index}{as_others}"
+        alone = {**here, **there, name: here[name]}
+        refused(alone, ValueError, f"fwd: {name}: got a tensor on cpu; {needs}")
+        got = f"got a tensor on cuda:{index}; needs cpu{as_others}"
+        refused({**here, name: there[name]}, ValueError, f"fwd: {name}: {got}")
+        if two:
+            alone[name] = on_gpu(here[name], 1 - index)
+            refused(alone, ValueError, f"fwd: {name}: got a tensor on cuda:{1 - index}; {needs}")
+        # All of them together are right but for their memory.
+        refused({**here, **there}, ValueError, "q: got a FakeTensor without memory")
+    flash_kda.fwd(**here)
+
+
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+def test_a_number_on_a_gpu(name: str) -> None:
+    call = {**make(), name: on_gpu(torch.zeros(()))}
+    text = f"{name}: got a tensor on cuda:0; needs a real number (float); reading it would wait"
+    refused(call, TypeError, text)
