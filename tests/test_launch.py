@@ -157,8 +157,19 @@ def test_an_error_that_the_driver_cannot_name(failing: FailingDriver, module: in
     assert str(info.value) == f"flash_kda: {text}"
 
 
+def test_errors_are_told_to_their_own_threads(failing: FailingDriver, module: int) -> None:
+    def fails(function: str) -> None:
+        failing.fail(function)
+        with pytest.raises(errors.LaunchError):
+            launch(failing, module, "fused")
+
+    fails("cuLaunchKernelEx")
+    in_another_thread(lambda: fails("cuCtxPushCurrent"))
+    assert failing.launcher._error_text().startswith("launching flash_kda_schedule failed")
+
+
 def test_threads_with_failing_launches(failing: FailingDriver, module: int) -> None:
-    """Every error is told to its own thread, and calls on a stream never mix."""
+    """Calls on a stream never mix, whatever fails."""
     outcomes: list[str] = []
 
     def work(path: str) -> None:
