@@ -25,7 +25,7 @@ for version in "${versions[@]}"; do
       "flash-linear-attention==$version" "fla-core==$version" einops
     touch "$folder/complete"
   fi
-  PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} FLASH_KDA_REQUIRE_FLA=1 \
-    "$python" -m pytest tests/gpu/test_fla_backend.py || failed+=("$version")
+  PYTHONPATH=$folder:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} FLASH_KDA_REQUIRE_FLA=1 \
+    "$python" -m pytest -p two_configurations tests/gpu/test_fla_backend.py || failed+=("$version")
 done
 [[ ${#failed[@]} -eq 0 ]] || fail "failed with flash-linear-attention ${failed[*]}"
