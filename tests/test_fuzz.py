@@ -91,6 +91,18 @@ FAULTS: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (1, 0), (5,)])
+@pytest.mark.parametrize(("before", "after"), [(0, 7), (1, 1), (7, 0), (7, 7)])
+def test_rows_of_no_sequence_become_those_of_a_batch(
+    lengths: tuple[int, ...], before: int, after: int
+) -> None:
+    """Where nothing but their number matters; not so, the simplest call was left packed."""
+    call = Call(seed=1, lengths=lengths, before=before, after=after).settled()
+    while ways := [x for x in simpler(call) if x.all_tokens > 1]:
+        call = ways[0]
+    assert call == Call(seed=1, tokens=2)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found_and_made_simple(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
