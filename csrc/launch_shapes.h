@@ -15,14 +15,14 @@ constexpr int kPrepareSmemBytes = kPrepareWarps * ChunkRecord::kBytes;
 
 // A recurrence kernel: `warps` computing warps of `tiles` x 16 rows of V each, `stages` records of
 // `record_tokens` in flight, and `helper_warps`, the first of which copies records in. Two tiles
-// need more registers a thread than two CTAs of equal threads leave: then the helpers are a
-// warpgroup that gives up its own. V of `values` records is fetched ahead.
+// need more registers a thread than two CTAs of equal threads leave, as wgmma does: then the
+// helpers are a warpgroup that gives up its own. V of `values` records is fetched ahead.
 struct RecurrenceShape {
   int warps, tiles, stages, helper_warps;
   int record_tokens = kChunk, values = 4, stage_alignment = 128;
 
   constexpr int threads() const { return 32 * (warps + helper_warps); }
-  constexpr bool moves_registers() const { return tiles > 1; }
+  constexpr bool moves_registers() const { return helper_warps == 4; }
   constexpr int rows_per_warp() const { return 16 * tiles; }
   constexpr int rows() const { return warps * rows_per_warp(); }  // of V, a CTA
   constexpr int slices() const { return kHeadDim / rows(); }      // CTAs a head
@@ -38,6 +38,9 @@ struct RecurrenceShape {
   }
 };
 
+// Of a thread, where two CTAs of two warpgroups each share a multiprocessor and registers move.
+constexpr int kChainRegisters = 232, kHelperRegisters = 24;
+
 template <const RecurrenceShape& kShape>
 struct RecurrenceMemory {
   using Warp = ChainWarpMemory<kShape.tiles, kShape.record_tokens, kShape.values>;
@@ -50,7 +53,7 @@ constexpr RecurrenceShape kRecurrenceV32{2, 1, 5, 1};
 // By wgmma, whose swizzle counts from multiples of 1024: the sm90 family's walk through records of
 // pairs, and what finds the maps of segments, of which two CTAs share a multiprocessor.
 constexpr RecurrenceShape kWalk{4, 1, 6, 1, kPair, 3, 1024};
-constexpr RecurrenceShape kAffine{4, 1, 3, 1, kPair, 3, 1024};
+constexpr RecurrenceShape kAffine{4, 1, 3, 4, kPair, 3, 1024};
 constexpr int kAffineCtasPerSm = 2;
 
 constexpr int kPairsOfCta = 2;  // two warps make the record of each

@@ -76,15 +76,16 @@ class WalkShape:
 
     parts: int
     stages: int
+    helpers: int  # the first of them copies records
     warps: int = 4
 
     @property
     def all_warps(self) -> int:
-        return self.warps + 1
+        return self.warps + self.helpers
 
 
 FUSED = Shape(4, 4, 2)
-WALKS = {"affine": WalkShape(4, 3), "walk": WalkShape(2, 6)}
+WALKS = {"affine": WalkShape(4, 3, 4), "walk": WalkShape(2, 6, 1)}
 SCHEDULE_THREADS, COMBINE_THREADS, COMBINE_ROWS = 1024, 512, 16
 PAIRS_OF_CTA = 2
 

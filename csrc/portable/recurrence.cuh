@@ -21,12 +21,13 @@ __device__ __forceinline__ void recurrence(const ForwardParams& p, RecurrenceSme
   const int rank = job / p.heads;
   const ChainSlice slice(ranked_sequence(p, rank), job - rank * p.heads);
   if (warp < kShape.warps) {
-    if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_alloc<232>();
+    if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_alloc<kChainRegisters>();
     Chain<CopiedRing<kShape>, MmaStep<kShape.tiles>, typename RecurrenceMemory<kShape>::Warp> chain(
         p, {smem}, smem.warp[warp]);
     run_sequence(p, chain, slice, first_row + warp * kShape.rows_per_warp(), lane);
   } else {
-    if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();
+    if constexpr (kShape.moves_registers())
+      cutlass::arch::warpgroup_reg_dealloc<kHelperRegisters>();
     if (warp == kShape.warps && lane == 0) copy_records<kShape, true>(p, smem, slice);
   }
 }

@@ -13,6 +13,8 @@
 //   walk           every segment from its state
 #pragma once
 
+#include <cutlass/arch/reg_reconfig.h>
+
 #include "chunk/copied_ring.cuh"
 #include "chunk/sequence.cuh"
 #include "sm90/between.cuh"
@@ -33,9 +35,12 @@ __device__ __forceinline__ void with_copied_records(const ForwardParams& p,
   if (threadIdx.x == 0) smem.init();
   __syncthreads();
   if (warp < kShape.warps) {
+    if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_alloc<kChainRegisters>();
     compute(warp, lane);
-  } else if (lane == 0) {
-    copy_records<kShape, kOutputs>(p, smem, slice);
+  } else {
+    if constexpr (kShape.moves_registers())
+      cutlass::arch::warpgroup_reg_dealloc<kHelperRegisters>();
+    if (warp == kShape.warps && lane == 0) copy_records<kShape, kOutputs>(p, smem, slice);
   }
 }
 
