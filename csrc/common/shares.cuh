@@ -17,12 +17,14 @@ class Shares {
   // What a chain takes beside its chunks, its states above all, as so many chunks.
   static constexpr int kChainCost = 4;
 
-  // `longest`: chunks of the longest sequence.
-  __device__ __forceinline__ Shares(const ForwardParams& p, int longest)
+  // `record_begin`: as p.record_begin, perhaps nearer. `longest`: chunks of the longest sequence.
+  __device__ __forceinline__ Shares(const ForwardParams& p, const int* record_begin, int longest)
       : p_(p),
+        record_begin_(record_begin),
         of_head_(cost_before(p.sequences)),
         all_(of_head_ * p.heads),
-        size_(max((all_ + p.clusters - 1) / p.clusters, longest + 1ll * kChainCost)) {}
+        size_(max((all_ + p.clusters - 1) / p.clusters, longest + 1ll * kChainCost)),
+        heads_of_cost_(1.0 / static_cast<double>(of_head_)) {}
 
   // By all lanes of a warp together.
   __device__ __forceinline__ Share of(int turn, int lane) const {
@@ -51,13 +53,16 @@ class Shares {
   __device__ __forceinline__ long long cost_before(int sequence) const {
     const long long count = sequence;
     const long long chunks =
-        p_.cu_seqlens == nullptr ? count * p_.records_per_sequence : p_.record_begin[sequence];
+        p_.cu_seqlens == nullptr ? count * p_.records_per_sequence : record_begin_[sequence];
     return chunks + count * kChainCost;
   }
 
   __device__ __forceinline__ Place find(long long x, int lane) const {
-    const int head = static_cast<int>(x / of_head_);
-    const long long rest = x - head * of_head_;
+    // x < 2^36; a division of integers takes as long as all the rest. The quotient may be one off.
+    int head = static_cast<int>(static_cast<double>(x) * heads_of_cost_);
+    long long rest = x - head * of_head_;
+    if (rest < 0) --head, rest += of_head_;
+    if (rest >= of_head_) ++head, rest -= of_head_;
     const auto before = [&](int n) { return cost_before(n); };
     const int sequence = count_at_most(before, p_.sequences, rest, lane) - 1;
     const long long begin = cost_before(sequence);
@@ -66,7 +71,9 @@ class Shares {
   }
 
   const ForwardParams& p_;
+  const int* const record_begin_;
   const long long of_head_, all_, size_;
+  const double heads_of_cost_;
 };
 
 }  // namespace flash_kda

@@ -1,7 +1,8 @@
 // Reads cu_seqlens once, on the device, and leaves what the other kernels need: starts that are
 // safe to use whatever cu_seqlens holds, the number of records before each sequence, and an order
-// that starts the longest sequences first. Then the shares of `fused`'s clusters, if they share
-// chains, for packed batches and others. One CTA; no host ever reads cu_seqlens.
+// that starts the longest sequences first. Or, instead of the order, the shares of `fused`'s
+// clusters, if they share chains, for packed batches and others. One CTA; no host ever reads
+// cu_seqlens.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -60,9 +61,10 @@ __device__ __forceinline__ int read_boundary(const ForwardParams& p, int n) {
   return static_cast<int>(min(max(raw, 0ll), static_cast<long long>(p.tokens)));
 }
 
-__device__ __forceinline__ void share_out(const ForwardParams& p, int longest) {
+__device__ __forceinline__ void share_out(const ForwardParams& p, const int* record_begin,
+                                          int longest) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const Shares shares(p, longest);
+  const Shares shares(p, record_begin, longest);
   for (int turn = warp; turn < p.clusters; turn += kScheduleWarps) {
     const Share share = shares.of(turn, lane);
     if (lane == 0) p.shares[turn] = share;
@@ -75,10 +77,11 @@ __device__ void schedule(const ForwardParams& p) {
   static_assert(kScheduleWarps == 32, "block_scan reads one total a lane");
   __shared__ int totals[kScheduleWarps];
   __shared__ int class_offset[kLengthClasses];
+  __shared__ int first_begins[kScheduleThreads + 1];  // of record_begin
   const int tid = threadIdx.x;
   allow_next_launch();
   if (p.cu_seqlens == nullptr) {
-    share_out(p, p.records_per_sequence);
+    share_out(p, nullptr, p.records_per_sequence);
     return;
   }
   if (tid < kLengthClasses) class_offset[tid] = 0;
@@ -89,7 +92,7 @@ __device__ void schedule(const ForwardParams& p) {
   int records = 0, longest = 0;
   if (tid == 0) {
     p.sequence_start[0] = reached;
-    p.record_begin[0] = 0;
+    p.record_begin[0] = first_begins[0] = 0;
   }
   for (int base = 0; base < p.sequences; base += kScheduleThreads) {
     const int n = base + tid;
@@ -104,11 +107,15 @@ __device__ void schedule(const ForwardParams& p) {
     if (p.shares != nullptr) block_scan(own_records, longest, totals, Max{});
     if (present) {
       p.record_begin[n + 1] = end_record;
+      if (n < kScheduleThreads) first_begins[n + 1] = end_record;
       atomicAdd(&class_offset[length_class(length)], 1);
     }
   }
   __syncthreads();
-  if (p.shares != nullptr) share_out(p, longest);
+  if (p.shares != nullptr) {
+    share_out(p, p.sequences <= kScheduleThreads ? first_begins : p.record_begin, longest);
+    return;  // the order is for others
+  }
 
   // Counts -> first position of each class; kLengthClasses / 32 classes a lane of one warp.
   if (tid < 32) {

@@ -42,12 +42,13 @@ class Jobs {
       : p_(p), turn_(turn), share_(load_share()) {
     head_ = share_.first_job / p.sequences;
     sequence_ = share_.first_job - head_ * p.sequences;
+    if (share_.pieces > 0) ahead_ = sequence_range(p, sequence_);
   }
 
   // The next one in `piece`; false: there is none. All lanes of a warp call it together.
   __device__ __forceinline__ bool next(Piece& piece) {
     if (done_ >= share_.pieces) return false;
-    static_cast<ChainSlice&>(piece) = ChainSlice(sequence_range(p_, sequence_), head_);
+    static_cast<ChainSlice&>(piece) = ChainSlice(ahead_, head_);
     piece.taken_from = piece.handed_on = Piece::kNobody;
     TokenRange& tokens = piece.range.tokens;
     if (done_ == 0 && share_.first_end != Share::kWhole) {
@@ -65,6 +66,8 @@ class Jobs {
       sequence_ = p_.sequences - 1;
       --head_;
     }
+    // Looked up a piece ahead: it would be waited for. There is one even behind the last piece.
+    ahead_ = sequence_range(p_, sequence_);
     return true;
   }
 
@@ -84,7 +87,8 @@ class Jobs {
   const int turn_;
   const Share share_;
   int head_, sequence_;  // of the next piece
-  int done_ = 0;         // pieces
+  SequenceRange ahead_;
+  int done_ = 0;  // pieces
 };
 
 // Every kStep-th stage of a cluster's work, all its pieces one after the other, and its place in a

@@ -235,7 +235,7 @@ void print_launch(const Launch& launch, bool all, int64_t pairs) {
   if (launch.kernel == kSchedule && p.cu_seqlens != nullptr) {
     print_integers("starts", p.sequence_start, p.sequences + 1);
     print_integers("begins", p.record_begin, p.sequences + 1);
-    print_integers("order", scheduled.data(), p.sequences);
+    print_integers("order", scheduled.data(), static_cast<int64_t>(scheduled.size()));
   } else if (launch.kernel == kPrepareKernel && all) {
     print_warps(launch, warps, [&] { sm90::prepare_pairs(p, prepare_smem); });
     std::printf("],\"smem\":[%lld,%zu],\"marks\":[",
@@ -319,7 +319,8 @@ void run_schedule(const ForwardParams& p, const Guarded& order) {
       device::fail("a flag that is raised beforehand");
   }
   if (p.cu_seqlens == nullptr) return;
-  scheduled.assign(p.sequence_order, p.sequence_order + p.sequences);
+  // Whoever shares chains out needs no order.
+  if (p.shares == nullptr) scheduled.assign(p.sequence_order, p.sequence_order + p.sequences);
   std::memcpy(p.sequence_order, order.data(), order.bytes());
 }
 
