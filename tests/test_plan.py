@@ -67,8 +67,7 @@ def forced_plans(shape: tuple[int, int, int], gpu: abi.Gpu) -> Iterator[abi.Plan
             yield plan(*shape, gpu, name)
 
 
-# Measured to be the fastest path of each case on an H200, or within 4 % of it (1 x 1024, H = 32);
-# docs/performance.md.
+# Measured to be the fastest path of each case on an H200; docs/performance.md.
 H200_PATHS = {
     "n1_h96_t8192": "fused",
     "mixed_h96": "fused",
@@ -83,7 +82,7 @@ H200_PATHS = {
     "n8x2048_h16": "fused",
     "n128x64_h32": "fused",
     "n512x128_h8": "fused",
-    "n1_h32_t1024": "portable_v32",
+    "n1_h32_t1024": "fused",
     "n1_h32_t64": "fused",
     "n1_h32_t1": "fused",
     "n1_h12_t1024": "portable_v32",
@@ -167,21 +166,19 @@ def test_only_fused_needs_less_of_equal_lengths(shape: tuple[int, int, int], gpu
 
 
 @each_hopper
-def test_where_sharing_pays(gpu: abi.Gpu) -> None:
-    """From 4 chunks a sequence on, and if most of the tokens would be padding."""
-    clusters = gpu.sm_count // 2
-    for more in (1, 2, clusters):
+def test_where_fused_is_chosen(gpu: abi.Gpu) -> None:
+    """Wherever sequences are not cut, but for some 24 chunks or more of few chains."""
+    few = gpu.sm_count // 7
+    for chains, length, name in (
+        *((few, 368, "fused"), (few, 369, "portable_v32"), (few, 1904, "portable_v32")),
+        *((few + 1, 368, "fused"), (few + 1, 369, "fused"), (few + 1, 1904, "fused")),
+    ):
         # Nobody knows where sequences end: each may have 15 tokens of padding.
-        for heads, sequences, padded in ((1, clusters + more, 14), (clusters + more, 1, 7)):
-            for length, name in (
-                *((1, "fused"), (padded, "fused"), (padded + 1, "portable_v128")),
-                *((48, "portable_v128"), (49, "fused"), (64, "fused"), (10**5, "fused")),
-            ):
-                assert chosen(length * sequences, heads, sequences, gpu) == name
-    # Chains that have a cluster of their own need no states between them.
-    for heads, sequences in ((1, clusters), (clusters, 1)):
-        for length in (0, 1, 7, 8, 48, 49, 10**5):
-            assert chosen(length * sequences, heads, sequences, gpu) == "fused"
+        assert chosen(length, chains, 1, gpu) == name
+    for chains in (gpu.sm_count // 2, gpu.sm_count // 2 + 1, 10 * gpu.sm_count):
+        for heads, sequences in ((1, chains), (chains, 1)):
+            for length in (0, 1, 8, 17, 49, 369, 10**5):
+                assert chosen(length * sequences, heads, sequences, gpu) == "fused"
 
 
 def pairs_of(tokens: int, sequences: int) -> int:

@@ -26,7 +26,7 @@ int64_t records_of(const Problem& problem, int64_t tokens) {
 constexpr int64_t kSegmentsThatPay = 3;     // fewer save too little of the second walk
 constexpr int64_t kChunksThatPay = 256;     // of a sequence; from here on two pay, too
 constexpr int64_t kChunksThatPrepare = 24;  // from here on few heads gain by preparing beforehand
-constexpr int64_t kChunksThatRepay = 4;  // below, a cluster is kept from its next chain by states
+constexpr int32_t kSmsOfFewChains = 7;      // multiprocessors a chain that make heads few
 
 // What every further segment carries takes no more than 137 bytes a token and head.
 constexpr int64_t kChunksOfSegment = 60;
@@ -59,16 +59,13 @@ int64_t clusters_of(int32_t sm_count) {
 }
 
 // `chunks`: of a sequence, on average.
-Path choose_path(int64_t chains, int64_t chunks, bool mostly_padding, const Gpu& gpu) {
-  const Path portable = choose_portable(chains, gpu.sm_count);
-  if (gpu.capability != kHopper) return portable;
+Path choose_path(int64_t chains, int64_t chunks, const Gpu& gpu) {
+  if (gpu.capability != kHopper) return choose_portable(chains, gpu.sm_count);
   // Cutting sequences triples the chain's arithmetic: each segment is walked twice, the first time
   // with twice the rows. In exchange all are walked at once.
   if (segments_pay(segment_count(chains, chunks, gpu.sm_count), chunks)) return kPathSegments;
-  if (portable == kPortableV32 && chunks >= kChunksThatPrepare) return portable;
-  // One-token sequences would fill the workspace with the padding of their chunks.
-  const bool shared = chains > clusters_of(gpu.sm_count);
-  return shared && !mostly_padding && chunks < kChunksThatRepay ? portable : kPathFused;
+  const bool few = chains <= gpu.sm_count / kSmsOfFewChains;
+  return few && chunks >= kChunksThatPrepare ? kPortableV32 : kPathFused;
 }
 
 // What clusters need that share chains: shares, flags and the next turn, and a state of each.
@@ -133,7 +130,7 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   const int64_t chunks_of_sequence = sequences == 0 ? 0 : chunks / sequences;
   Plan plan{};
   plan.path = forced_path == FLASH_KDA_PATH_AUTO
-                  ? choose_path(chains, chunks_of_sequence, 2 * t_total < kChunk * chunks, gpu)
+                  ? choose_path(chains, chunks_of_sequence, gpu)
                   : static_cast<Path>(forced_path);
   if (!is_portable(plan.path) && gpu.capability != kHopper) {
     fail(FLASH_KDA_PATH_UNAVAILABLE,
