@@ -6,12 +6,16 @@
 
 namespace flash_kda {
 
+constexpr int aligned(int bytes, int alignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
 constexpr int kScheduleThreads = 1024;
 
 constexpr int kPrepareWarps = 4;  // each works on its own chunk and head
 constexpr int kPrepareThreads = 32 * kPrepareWarps;
 constexpr int kPrepareCtasPerSm = 4;
-constexpr int kPrepareSmemBytes = kPrepareWarps * ChunkRecord::kBytes;
+constexpr int kPrepareSmemBytes = kPrepareWarps * aligned(ChunkRecord::kBytes, 128);
 
 // A recurrence kernel: `warps` computing warps of `tiles` x 16 rows of V each, `stages` records of
 // `record_tokens` in flight, and `helper_warps`, the first of which copies records in. Two tiles
@@ -29,12 +33,10 @@ struct RecurrenceShape {
   constexpr int record_bytes() const {
     return record_tokens == kChunk ? ChunkRecord::kBytes : PairRecord::kBytes;
   }
-  constexpr int aligned(int bytes) const {
-    return (bytes + stage_alignment - 1) / stage_alignment * stage_alignment;
-  }
   constexpr int smem_bytes() const {
     const int warp_bytes = values * record_tokens * 2 * rows_per_warp();
-    return aligned(stages * (aligned(record_bytes()) + 2 * 8) + warps * warp_bytes);
+    const int stage_bytes = aligned(record_bytes(), stage_alignment);
+    return aligned(stages * (stage_bytes + 2 * 8) + warps * warp_bytes, stage_alignment);
   }
 };
 
@@ -59,7 +61,8 @@ constexpr int kAffineCtasPerSm = 2;
 constexpr int kPairsOfCta = 2;  // two warps make the record of each
 constexpr int kPreparePairsThreads = 2 * 32 * kPairsOfCta;
 constexpr int kPreparePairsCtasPerSm = 3;
-constexpr int kPreparePairsSmemBytes = kPairsOfCta * (PairRecord::kBytes + 2 * kHeadDim * 4);
+constexpr int kPreparePairsSmemBytes =
+    kPairsOfCta * aligned(PairRecord::kBytes + 2 * kHeadDim * 4, 128);
 
 constexpr int kGroupWarps = 4;
 using FusedWarpMemory = ChainWarpMemory<1, kChunk, 4>;
@@ -82,11 +85,11 @@ struct FusedShape {
            begun_with;
   }
   constexpr int smem_bytes() const {
-    const int stage_bytes = (ChunkRecord::kBytes + 1023) / 1024 * 1024;
+    const int stage_bytes = aligned(ChunkRecord::kBytes, 1024);
     const int group_bytes = (2 * 2 + 1) * kGroupWarps * 2 * kChunk * 4;
     const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(FusedWarpMemory)) +
                       groups * group_bytes + solvers * (2 * ChunkRecord::kHalfImageBytes + 8);
-    return (bytes + 1023) / 1024 * 1024;
+    return aligned(bytes, 1024);
   }
 };
 

@@ -46,18 +46,19 @@ struct Record {
   static constexpr int kKeyDecayed = 0;                                  // -K~ = -k 2^c     bf16
   static constexpr int kQueryDecayed = kKeyDecayed + kHalfImageBytes;    // Q~ = q 2^c         "
   static constexpr int kKeyRemaining = kQueryDecayed + kHalfImageBytes;  // K- = k 2^(c_T - c) "
-  static constexpr int kDecay = 2 * kHalfBytes;            // 2^(c_T)  fp32 128, decay_position()
-  static constexpr int kInverse = kDecay + kHeadDim * 4;   // (I + L)^-1 diag(b)    bf16, square
+  static constexpr int kDecay = 2 * kHalfBytes;            // 2^(c_T)  fp32 128, column_position()
+  static constexpr int kBeta = kDecay + kHeadDim * 4;      // b        fp32 kTokens, the same
+  static constexpr int kInverse = kBeta + kTokens * 4;     // (I + L)^-1          bf16, square
   static constexpr int kScores = kInverse + kSquareBytes;  // lower(Q~ K^^T)            "
   static constexpr int kBytes = kScores + kSquareBytes;
 };
 using ChunkRecord = Record<kChunk>;
-static_assert(ChunkRecord::kBytes == 13824, "864 bytes a padded token and head");
+static_assert(ChunkRecord::kBytes == 13888, "868 bytes a padded token and head");
 
 // Two chunks a step: the state is rounded and decayed half as often.
 constexpr int kPair = 2 * kChunk;
 using PairRecord = Record<kPair>;
-static_assert(PairRecord::kBytes == 29184, "912 bytes a padded token and head");
+static_assert(PairRecord::kBytes == 29312, "916 bytes a padded token and head");
 
 // For a checkpoint between the two chunks of a pair: the first one's K- and decay, to its own end.
 struct MiddleRecord {

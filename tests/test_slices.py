@@ -28,10 +28,10 @@ from flash_kda import abi
 
 CHUNK, PAIR, DIM = 16, 32, 128
 STATE_BYTES = 4 * DIM * DIM
-RECORD_BYTES = 29184  # of a pair of chunks and head
+RECORD_BYTES = 29312  # of a pair of chunks and head
 WHOLE = ((0, RECORD_BYTES),)
-# What the maps need: K~ and K- of either half, then the decay and the inverse.
-WITHOUT_QUERIES = ((0, 4096), (8192, 4096), (12288, 4096), (20480, 4096), (24576, 2560))
+# What the maps need: K~ and K- of either half, then the decay, b and the inverse.
+WITHOUT_QUERIES = ((0, 4096), (8192, 4096), (12288, 4096), (20480, 4096), (24576, 2688))
 MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
 SHARE_BYTES, STATE_WARPS, MOST_CLUSTERS = 16, 8, 72
 CHAIN_COST = 4  # what a chain takes beside its chunks, as so many chunks

@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_record(unsigned char* to, const unsigned ch
     FullBarrier::arrive_and_expect_tx(full, Layout::kBytes);
     bulk_load(to, from, Layout::kBytes, full);
   } else {
-    constexpr int kRest = Layout::kScores - Layout::kDecay;  // the decay and the inverse
+    constexpr int kRest = Layout::kScores - Layout::kDecay;  // the decay, b and the inverse
     FullBarrier::arrive_and_expect_tx(full, 4 * Layout::kHalfImageBytes + kRest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

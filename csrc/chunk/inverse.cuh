@@ -25,15 +25,15 @@ __device__ __forceinline__ void solve_unit_lower(float (&x)[kChunk],
   }
 }
 
-// (I + L)^-1 diag(b) as a 16 x 16 block on the diagonal of a bf16 square image, from its columns:
-// lane j < 16 holds column j, and b of token j.
+// (I + L)^-1 as a 16 x 16 block on the diagonal of a bf16 square image, from its columns: lane
+// j < 16 holds column j.
 template <int kSize>
 __device__ __forceinline__ void store_inverse(unsigned char* image, const float (&x)[kChunk],
-                                              float b, int first, int lane) {
+                                              int first, int lane) {
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     *reinterpret_cast<__nv_bfloat16*>(image + square_offset<kSize>(first + i, first + lane)) =
-        __float2bfloat16(x[i] * b);
+        __float2bfloat16(x[i]);
   }
 }
 

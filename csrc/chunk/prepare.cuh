@@ -181,7 +181,7 @@ __device__ __forceinline__ void store_decay(unsigned char* record, const float (
                                             int lane) {
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
-    *reinterpret_cast<float2*>(record + Layout::kDecay + 4 * decay_position(4 * lane + j)) =
+    *reinterpret_cast<float2*>(record + Layout::kDecay + 4 * column_position(4 * lane + j)) =
         make_float2(total[j], total[j + 1]);
   }
 }
@@ -205,7 +205,8 @@ __device__ __forceinline__ void prepare_record(const ForwardParams& p, unsigned 
   __syncwarp();  // L is complete, and K^ has been read
   store_remaining(pieces, growing, total);
   store_decay<ChunkRecord>(record, total, lane);
-  solve_and_store(record, products, b, lane);
+  store_beta<ChunkRecord>(record, b, 0, lane);
+  solve_and_store(record, products, lane);
 }
 
 }  // namespace flash_kda

@@ -80,13 +80,21 @@ __device__ __forceinline__ void store_block(unsigned char* image, const float (&
   }
 }
 
+// b of token `lane` of a chunk, whose rows begin `first` tokens after the record's.
+template <class Layout>
+__device__ __forceinline__ void store_beta(unsigned char* record, float b, int first, int lane) {
+  if (lane < kChunk) {
+    *reinterpret_cast<float*>(record + Layout::kBeta + 4 * (first + column_position(lane))) = b;
+  }
+}
+
 // L, complete in lower_of(record) -> the inverse, and beside it P.
 __device__ __forceinline__ void solve_and_store(unsigned char* record, const Products& products,
-                                                float b, int lane) {
+                                                int lane) {
   float column[kChunk];
   solve_unit_lower(column, lower_of(record), lane);
   __syncwarp();  // L has been read
-  if (lane < kChunk) store_inverse<kChunk>(record + ChunkRecord::kInverse, column, b, 0, lane);
+  if (lane < kChunk) store_inverse<kChunk>(record + ChunkRecord::kInverse, column, 0, lane);
   store_block<kChunk, true>(record + ChunkRecord::kScores, products.scores, 0, 0, lane);
 }
 

@@ -6,7 +6,7 @@
 // chunk:
 //
 //     UK^T = S^T K~^T      O^T = S^T Q~^T       [16 tokens]
-//     X^T  = V^T - UK^T    U^T = X^T Tm^T       Tm = (I + L)^-1 diag(b)
+//     X^T  = (V^T - UK^T) diag(b)               U^T = X^T Tm^T       Tm = (I + L)^-1
 //     O^T += U^T P^T       S^T = gamma S^T + U^T K-
 #pragma once
 
@@ -28,6 +28,7 @@ class MmaStep {
     const int row = (lane & 7) + (lane >> 4) * 8, half = (lane >> 3) & 1;
     square_matrix_ = square_offset(row, 8 * half);
     decay_ = ChunkRecord::kDecay + 16 * (lane & 3);
+    beta_ = ChunkRecord::kBeta + 16 * (lane & 3);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       token_major_[n] = image_offset(row, 32 * n + 16 * half);
@@ -84,8 +85,7 @@ class MmaStep {
           mma(o[tile][0], state, query.x[0], query.x[1]);
           mma(o[tile][1], state, query.x[2], query.x[3]);
         }
-        left[0] *= decay.x, left[1] *= decay.y, left[2] *= decay.x, left[3] *= decay.y;
-        right[0] *= decay.z, right[1] *= decay.w, right[2] *= decay.z, right[3] *= decay.w;
+        scale_columns(left, right, decay);
       }
     }
     const auto multiply_queries = [&](int first, int end) {
@@ -99,6 +99,7 @@ class MmaStep {
       }
     };
 
+    const float4 beta = *reinterpret_cast<const float4*>(record + beta_);
     const Fragment4 inverse = load_matrices(record + ChunkRecord::kInverse + square_matrix_);
     const Fragment4 scores = load_matrices(record + ChunkRecord::kScores + square_matrix_);
     multiply_queries(0, kOperands / 2);
@@ -109,6 +110,7 @@ class MmaStep {
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[tile][0][i >> 2][i & 3] += x[tile][1][i >> 2][i & 3];
       }
+      scale_columns(x[tile][0][0], x[tile][0][1], beta);
       const Fragment4 operand = as_operand(x[tile][0][0], x[tile][0][1]);
       mma(update[tile][0], operand, inverse.x[0], inverse.x[1]);
       mma(update[tile][1], operand, inverse.x[2], inverse.x[3]);
@@ -153,7 +155,7 @@ class MmaStep {
 
   // Byte offsets of this lane's row of each kind of ldmatrix. Along an image the swizzle repeats
   // every half, so four offsets serve eight steps.
-  int square_matrix_, decay_;
+  int square_matrix_, decay_, beta_;
   int token_major_[4], channel_major_[4];
 };
 

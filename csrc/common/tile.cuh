@@ -38,11 +38,18 @@ __device__ __forceinline__ constexpr int channel_position(int channel) {
   return (channel & ~15) + (channel >> 1 & 1) * 8 + (channel >> 2 & 3) * 2 + (channel & 1);
 }
 
-// Where a chunk's decay of an even channel and its successor stand in the record: lane 4r + c of
-// the recurrence needs channels 2c, 2c+1 of two neighbouring accumulators and finds them in 16
-// bytes.
-__device__ __forceinline__ int decay_position(int channel) {
-  return channel / 16 * 16 + (channel & 7) * 2 + (channel >> 3 & 1) * 2;
+// Where a record holds what accumulators are multiplied by, column by column: the decay of a
+// channel or b of a token. Lane 4r + c of the chain needs columns 2c, 2c+1 of two neighbouring
+// accumulators and finds them in 16 bytes.
+__device__ __forceinline__ int column_position(int column) {
+  return (column & ~15) + (column & 6) * 2 + (column >> 3 & 1) * 2 + (column & 1);
+}
+
+// Two neighbouring accumulators, every column by what is found there.
+__device__ __forceinline__ void scale_columns(float (&left)[4], float (&right)[4],
+                                              const float4& by) {
+  left[0] *= by.x, left[1] *= by.y, left[2] *= by.x, left[3] *= by.y;
+  right[0] *= by.z, right[1] *= by.w, right[2] *= by.z, right[3] *= by.w;
 }
 
 struct Fragment4 {

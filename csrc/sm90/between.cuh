@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_between(const Chain& chain,
   float x[1][kPair / 8][4];
   chain.next_value(x);
 
-  // X = V - S K~ of the first chunk: K~ is stored negated.
+  // X = (V - S K~) diag(b) of the first chunk: K~ is stored negated.
   const int row = (lane & 7) + (lane >> 4) * 8, half = (lane >> 3) & 1;
 #pragma unroll
   for (int n = 0; n < kHeadDim / 16; ++n) {
@@ -29,6 +29,8 @@ __device__ __forceinline__ void store_between(const Chain& chain,
     mma(x[0][0], state, key.x[0], key.x[1]);
     mma(x[0][1], state, key.x[2], key.x[3]);
   }
+  scale_columns(x[0][0], x[0][1],
+                *reinterpret_cast<const float4*>(record + Layout::kBeta + 16 * (lane & 3)));
   // U = Tm X
   const Fragment4 inverse =
       load_matrices(record + Layout::kInverse + square_offset<kPair>(row, 8 * half));

@@ -9,8 +9,8 @@
 //     [ ba  bb ]    ba from K~ and Q~ of b relative to the pair's start, and K^ of a. What is lost
 //                   there to underflow is below 2^-18 of a unit, channel by channel
 //
-// With G = K~ K^^T the blocks of Tm = (I + diag(b) G)^-1 diag(b) are the inverses of each chunk's
-// own system, by substitution in fp32, and Tm_ba = -Tm_bb G_ba Tm_aa.
+// With L = diag(b) K~ K^^T the blocks of Tm = (I + L)^-1 are the inverses of each chunk's own
+// system, by substitution in fp32, and Tm_ba = -Tm_bb L_ba Tm_aa.
 #pragma once
 
 #include "chunk/prepare.cuh"
@@ -74,7 +74,8 @@ class PairWarp {
     solve_unit_lower(column, lower, lane_);
     __syncwarp();  // L has been read
     const int first = kChunk * chunk_;
-    if (lane_ < kChunk) store_inverse<kPair>(inverse, column, b, first, lane_);
+    if (lane_ < kChunk) store_inverse<kPair>(inverse, column, first, lane_);
+    store_beta<PairRecord>(record_, b, first, lane_);
     unsigned char* const scores = record_ + PairRecord::kScores;
     store_block<kPair, true>(scores, products.scores, first, first, lane_);
     meet();  // Tm_aa is complete, and K^ of a has been read
@@ -92,6 +93,7 @@ class PairWarp {
       if (middle != nullptr) store_middle(middle, growing, own);
     } else {
       store_remaining(pieces, growing, own);
+      scale_rows(below, b);
       store_inverse_below(inverse, below);
     }
     fence_async_shared();
@@ -140,7 +142,18 @@ class PairWarp {
     }
   }
 
-  // Tm_ba = Tm_bb (-G_ba) Tm_aa, by way of its right part transposed: then the accumulators of one
+  // Each row by b of its token, which the lane of that number has.
+  static __device__ __forceinline__ void scale_rows(Block& block, float b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float b_of_row = __shfl_sync(kWarpMask, b, ((threadIdx.x & 31) >> 2) + 8 * half);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+        block[tile][2 * half] *= b_of_row, block[tile][2 * half + 1] *= b_of_row;
+    }
+  }
+
+  // Tm_ba = Tm_bb (-L_ba) Tm_aa, by way of its right part transposed: then the accumulators of one
   // product are the B operand of the next.
   __device__ __forceinline__ void store_inverse_below(unsigned char* image,
                                                       const Block& negated) const {

@@ -71,7 +71,8 @@ class SolverWarp {
         multiply<ChunkRecord>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
     end_turn();  // L is complete, and K^ has been read
-    solve_and_store(record, products, b, lane_);
+    store_beta<ChunkRecord>(record, b, 0, lane_);
+    solve_and_store(record, products, lane_);
   }
 
   __device__ __forceinline__ void hand_over(int stage) const {

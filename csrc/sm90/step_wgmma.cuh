@@ -113,9 +113,13 @@ class WgmmaStep {
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One);
     }
     warpgroup_commit_batch();
-    // V is added afterwards: read before, it would hold the first product up.
+    // b V is added afterwards: read before, V would hold the first product up.
     float v[1][kTokens / 8][4];
     value(v);
+    float4 beta[kTokens / 16];
+    load_betas(beta, record);
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i) scale_columns(v[0][2 * i], v[0][2 * i + 1], beta[i]);
     float4 decay[kStateTiles / 4];
     load_decays(decay, record, 0);
     decay_half(s, 0, decay);
@@ -126,7 +130,10 @@ class WgmmaStep {
 #pragma unroll
     for (int i = 0; i < kSums / 2; ++i) {
       const float* const pair = &v[0][i >> 1][2 * (i & 1)];
-      u[i] = pack_bf16(xo[2 * i] + pair[0], xo[2 * i + 1] + pair[1]);
+      const float4& b = beta[i / 4];
+      const bool left = i % 4 < 2;
+      u[i] = pack_bf16(fmaf(xo[2 * i], left ? b.x : b.z, pair[0]),
+                       fmaf(xo[2 * i + 1], left ? b.y : b.w, pair[1]));
     }
     float update[kSums];
     // 8 x 8 blocks of 128 bytes: the next along a row, the next row of blocks.
@@ -195,13 +202,19 @@ class WgmmaStep {
     for (int i = 0; i < kStateTiles / 4; ++i)
       decay[i] = load_after_products(record + decay_ + 64 * (kStateTiles / 4 * half + i));
   }
+  // Of all tokens.
+  __device__ __forceinline__ void load_betas(float4 (&beta)[kTokens / 16], unsigned record) const {
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i)
+      beta[i] = load_after_products(record + decay_ + (Layout::kBeta - Layout::kDecay) + 64 * i);
+  }
   __device__ __forceinline__ void decay_half(float (&s)[4 * kStateTiles], int half,
                                              const float4 (&decay)[kStateTiles / 4]) const {
 #pragma unroll
     for (int i = 0; i < kStateTiles / 4; ++i) {
       float* const d = s + 8 * (kStateTiles / 4 * half + i);
-      d[0] *= decay[i].x, d[1] *= decay[i].y, d[2] *= decay[i].x, d[3] *= decay[i].y;
-      d[4] *= decay[i].z, d[5] *= decay[i].w, d[6] *= decay[i].z, d[7] *= decay[i].w;
+      scale_columns(reinterpret_cast<float (&)[4]>(d[0]), reinterpret_cast<float (&)[4]>(d[4]),
+                    decay[i]);
     }
   }
 
@@ -215,7 +228,7 @@ class WgmmaStep {
     return x;
   }
 
-  int decay_;  // byte offset of this lane
+  int decay_;  // byte offset of this lane; its betas lie as far behind the record's first
 };
 
 }  // namespace flash_kda::sm90

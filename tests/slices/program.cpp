@@ -384,7 +384,8 @@ int main() {
       needed = std::max(needed, plan.schedule_bytes + plan.record_bytes + plan.middle_bytes +
                                     states * kHeadDim * kHeadDim * 4);
     }
-    const Guarded workspace(static_cast<size_t>(needed));
+    // It begins at a multiple of 256, and so it ends at one here.
+    const Guarded workspace(static_cast<size_t>((needed + 255) / 256 * 256));
     args.workspace = workspace.address();
     args.workspace_bytes = needed;
     std::memset(workspace.data(), 0xa5,

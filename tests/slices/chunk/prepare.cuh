@@ -78,7 +78,9 @@ Products multiply(const unsigned char*, const unsigned char*, int, int) {
 inline void store_lower(float (&)[kChunk][kChunk], const Products&, float, int) {}
 inline void solve_unit_lower(float (&)[kChunk], const float (&)[kChunk][kChunk], int) {}
 template <int kSize>
-void store_inverse(unsigned char*, const float (&)[kChunk], float, int, int) {}
+void store_inverse(unsigned char*, const float (&)[kChunk], int, int) {}
+template <class Layout>
+void store_beta(unsigned char*, float, int, int) {}
 template <int kSize, bool kLower>
 void store_block(unsigned char*, const float (&)[2][4], int, int, int) {}
 
