@@ -171,7 +171,7 @@ class WgmmaStep {
     warpgroup_wait<0>();
     fence_registers(s);
     fence_registers(xo);
-    // The products are done, and the decays in use: nothing reads the record any more.
+    // The products are done, and the decays and b in use: nothing reads the record any more.
     release();
     if constexpr (kOutputs) {
 #pragma unroll
