@@ -259,6 +259,25 @@ def forward(
     return out, final_state
 
 
+def forward_with_checkpoints(
+    case: Case, offsets: list[int] | Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`forward`; return out, the final state and the states at ``offsets``."""
+    if not isinstance(offsets, Tensor):
+        offsets = torch.tensor(offsets, device=case.device)
+    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
+    final = poisoned(*case.state_shape, dtype=torch.float32, device=case.device)
+    states = poisoned(len(offsets), *case.state_shape[1:], dtype=dtype, device=case.device)
+    flash_kda.fwd(
+        **vars(case),
+        out=out,
+        final_state=final,
+        checkpoint_offsets=offsets,
+        checkpoint_states=states,
+    )
+    return out, final, states
+
+
 def relative_error(x: Tensor, expected: Tensor) -> float:
     """``||x - expected|| / ||expected||``; infinite when x holds a NaN or Inf."""
     x, expected = x.to(torch.float64), expected.to(torch.float64)

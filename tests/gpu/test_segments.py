@@ -20,8 +20,8 @@ from cases import (
     assert_accurate,
     assert_repeatable,
     forward,
+    forward_with_checkpoints,
     make_case,
-    poisoned,
     same_bits,
 )
 from torch import Tensor
@@ -130,16 +130,7 @@ def test_checkpoints(rng: cases.Random, dtype: torch.dtype, initial: torch.dtype
             places |= {border - 16, border, border + 16, border + 32, border + 640, border + 656}
         wanted += [(n, x) for x in sorted(places) if 0 < x <= end - begin]
     offsets = [case.spans[n][1] + x for n, x in wanted]
-    states = poisoned(len(offsets), *case.state_shape[1:], dtype=dtype, device=case.device)
-    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
-    final = torch.empty_like(expected[1])
-    flash_kda.fwd(
-        **vars(case),
-        out=out,
-        final_state=final,
-        checkpoint_offsets=torch.tensor(offsets, device=case.device),
-        checkpoint_states=states,
-    )
+    out, final, states = forward_with_checkpoints(case, offsets, dtype)
     assert same_bits(out, expected[0]) and same_bits(final, expected[1])
     pairs = list(zip(states, _prefixes(case, wanted), strict=True))
     cases.assert_close("checkpoint_states", pairs, cases.ORDINARY_BOUND)
@@ -161,13 +152,7 @@ def test_offsets_that_name_nothing_are_passed_over(rng: cases.Random) -> None:
     border = borders(case, 0)[0]
     named = [3 + 16, 3 + border, 3 + 3300]
     offsets = sorted([-7, 0, 3, 3 + 17, 3 + border - 1, 3 + border + 1, 3 + 3299, *named])
-    states = poisoned(len(offsets), *case.state_shape[1:], dtype=torch.float32, device=case.device)
-    flash_kda.fwd(
-        **vars(case),
-        out=torch.empty_like(case.v),
-        checkpoint_offsets=torch.tensor(offsets, device=case.device),
-        checkpoint_states=states,
-    )
+    _, _, states = forward_with_checkpoints(case, offsets)
     written = [offset for offset, x in zip(offsets, states, strict=True) if not x.isnan().any()]
     assert written == named
 

@@ -8,6 +8,7 @@ import torch
 from cases import (
     assert_accurate,
     forward,
+    forward_with_checkpoints,
     make_case,
     poisoned,
     reference,
@@ -23,18 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("path")]
 LENGTHS = (33, 0, 64, 100, 1, 16)
 
 
-def _checkpoints(case: cases.Case, offsets: list[int], dtype: torch.dtype) -> Tensor:
-    states = poisoned(len(offsets), *case.state_shape[1:], dtype=dtype, device=case.device)
-    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
-    flash_kda.fwd(
-        **vars(case),
-        out=out,
-        checkpoint_offsets=torch.tensor(offsets, device=case.device),
-        checkpoint_states=states,
-    )
-    return states
-
-
 def _expected_state(case: cases.Case, sequence: int, tokens: int) -> Tensor:
     """float64 state of one sequence after its first tokens."""
     return reference(case.part(sequence, 0, tokens))[1][0]
@@ -48,7 +37,7 @@ def test_checkpoints_of_packed_sequences(
     case = make_case(rng, lengths=LENGTHS, heads=3, before=5, after=7, initial_state=initial)
     wanted = [(0, 16), (0, 32), (0, 33), (2, 16), (2, 64), (3, 48), (3, 96), (3, 100), (5, 16)]
     offsets = [case.spans[n][1] + tokens for n, tokens in wanted]
-    states = _checkpoints(case, offsets, dtype)
+    _, _, states = forward_with_checkpoints(case, offsets, dtype)
     for (n, tokens), state in zip(wanted, states, strict=True):
         error = relative_error(state, _expected_state(case, n, tokens))
         assert error <= 2 * cases.ORDINARY_BOUND, f"sequence {n} after {tokens} tokens: {error:.1e}"
@@ -57,7 +46,8 @@ def test_checkpoints_of_packed_sequences(
 def test_checkpoints_of_batch_rows(rng: cases.Random) -> None:
     case = make_case(rng, batch=3, tokens=70, heads=2)
     wanted = [(0, 64), (1, 16), (1, 64), (2, 48), (2, 70)]
-    states = _checkpoints(case, [70 * row + tokens for row, tokens in wanted], torch.float32)
+    offsets = [70 * row + tokens for row, tokens in wanted]
+    _, _, states = forward_with_checkpoints(case, offsets)
     for (row, tokens), state in zip(wanted, states, strict=True):
         assert relative_error(state, _expected_state(case, row, tokens)) <= cases.ORDINARY_BOUND
 
@@ -77,16 +67,7 @@ def test_checkpoints_of_a_crowd(
     ]
     spans = case.spans
     offsets = [spans[n][1] + tokens for n, tokens in wanted]
-    states = poisoned(len(offsets), *case.state_shape[1:], dtype=dtype, device=case.device)
-    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
-    final = poisoned(*case.state_shape, dtype=torch.float32, device=case.device)
-    flash_kda.fwd(
-        **vars(case),
-        out=out,
-        final_state=final,
-        checkpoint_offsets=torch.tensor(offsets, device=case.device),
-        checkpoint_states=states,
-    )
+    out, final, states = forward_with_checkpoints(case, offsets, dtype)
     assert same_bits(out, expected[0]) and same_bits(final, expected[1])
     for (n, tokens), state in zip(wanted, states, strict=True):
         if tokens == spans[n][2] - spans[n][1]:
@@ -107,19 +88,8 @@ def test_checkpoints_of_a_crowd(
 def test_checkpoints_change_nothing_else(rng: cases.Random) -> None:
     case = make_case(rng, tokens=400, heads=4)
     expected = forward(case)
-    out = poisoned(*case.v.shape, dtype=torch.bfloat16, device=case.device)
-    final = poisoned(*case.state_shape, dtype=torch.float32, device=case.device)
     offsets = torch.arange(64, 401, 64, device=case.device, dtype=torch.int32)
-    states = poisoned(
-        offsets.numel(), *case.state_shape[1:], dtype=torch.float32, device=out.device
-    )
-    flash_kda.fwd(
-        **vars(case),
-        out=out,
-        final_state=final,
-        checkpoint_offsets=offsets,
-        checkpoint_states=states,
-    )
+    out, final, states = forward_with_checkpoints(case, offsets)
     if case.device.type == "cuda":
         assert same_bits(out, expected[0])
         assert same_bits(final, expected[1])
@@ -131,7 +101,7 @@ def test_checkpoints_change_nothing_else(rng: cases.Random) -> None:
 def test_offsets_that_name_nothing_are_passed_over(rng: cases.Random) -> None:
     case = make_case(rng, lengths=(40, 50), heads=2, before=3, after=9)
     offsets = [-5, 0, 3, 3 + 7, 3 + 16, 3 + 17, 43 + 32, 43 + 40, 93, 95, 2**31 - 1]
-    states = _checkpoints(case, offsets, torch.float32)
+    _, _, states = forward_with_checkpoints(case, offsets)
     named = {4: (0, 16), 6: (1, 32), 8: (1, 50)}
     for index, state in enumerate(states):
         if index in named:
