@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -186,9 +187,9 @@ def check(
     if type(lower_bound) is not float or not _LOWEST_BOUND <= lower_bound <= 0.0:
         lower_bound = _lower_bound(lower_bound)
     if torch.is_grad_enabled():
-        _check_gradients(tensors)
+        _check_gradients(zip(NAMES, tensors, strict=True))
     if forward_ad._current_level >= 0:
-        _check_tangents(tensors)
+        _check_tangents(zip(NAMES, tensors, strict=True))
 
     if pointers is None:
         _refuse_without_memory(tensors, layout)
@@ -300,8 +301,16 @@ def _number(name: str, value: object) -> float:
         raise TypeError(refuse(name, got, needs)) from error
 
 
-def _check_gradients(tensors: Tensors) -> None:
-    for name, tensor in zip(NAMES, tensors, strict=True):
+def check_derivatives(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse tensors of which gradients or tangents are wanted."""
+    if torch.is_grad_enabled():
+        _check_gradients(named)
+    if forward_ad._current_level >= 0:
+        _check_tangents(named)
+
+
+def _check_gradients(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    for name, tensor in named:
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 refuse(
@@ -313,8 +322,8 @@ def _check_gradients(tensors: Tensors) -> None:
             )
 
 
-def _check_tangents(tensors: Tensors) -> None:
-    for name, tensor in zip(NAMES, tensors, strict=True):
+def _check_tangents(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    for name, tensor in named:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise ValueError(
                 refuse(

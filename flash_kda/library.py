@@ -3,7 +3,7 @@
 The schema says which arguments are written; the fake implementation has nothing to compute, since
 the operation returns nothing. Registering opens no library and takes a fraction of a millisecond.
 ``flash_kda.fwd`` goes through here only while it is traced: an eager call does not pay for the
-dispatcher.
+dispatcher. Without a kernel for autograd, gradients would be dropped without a word.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import check_derivatives
+
 NAMESPACE = "flash_kda"
 SCHEMA = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) out, "
@@ -22,7 +24,7 @@ SCHEMA = (
     "bool beta_is_logits=True, Tensor? state_indices=None, Tensor? checkpoint_offsets=None, "
     "Tensor(d!)? checkpoint_states=None) -> ()"
 )
-
+_ARGUMENTS = tuple(argument.name for argument in torch._C.parse_schema(SCHEMA).arguments)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 """Kept: deleting it would undo the registration."""
@@ -33,8 +35,22 @@ def register(run: Callable[..., None]) -> torch._ops.OpOverload:
     _library.define(SCHEMA)
     for key in ("CPU", "CUDA"):
         _library.impl("fwd", run, key)
+    _library.impl("fwd", _forward_only, "Autograd", with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::fwd", _fake, lib=_library)
     return torch.ops.flash_kda.fwd.default
+
+
+def _forward_only(keyset: Any, *args: Any, **kwargs: Any) -> None:
+    """The operator for autograd: refuse tensors of which derivatives are wanted, else go on below.
+
+    ``run`` refuses them, too, but does not see them all: torch.compile differentiates a graph
+    without running it, and torch.func takes its wrappers off on the way down.
+    """
+    named = (*zip(_ARGUMENTS, args), *kwargs.items())  # noqa: B905  (those with defaults may lack)
+    check_derivatives([(name, x) for name, x in named if isinstance(x, Tensor)])
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keyset & torch._C._after_autograd_keyset
+        torch.ops.flash_kda.fwd.default.redispatch(below, *args, **kwargs)
 
 
 def _fake(*args: Any, **kwargs: Any) -> None:

@@ -201,6 +201,121 @@ def test_exports(rng: cases.Random) -> None:
             assert same_bits(ours, expected)
 
 
+class Trained(Layer):
+    """A layer of which everything requires gradients, and something behind the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(HEADS * 128, 8, dtype=torch.bfloat16)
+        self.requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.last(super().forward(x)[0])
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_calls_refuse_gradients(rng: cases.Random, fullgraph: bool) -> None:
+    """As eager ones do: they used to drop them."""
+    layer, x = Trained(), inputs(rng, 2, 20)
+    with pytest.raises(ValueError, match="forward only"):
+        layer(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=fullgraph, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"flash_kda\.fwd: q: got a tensor that requires grad"):
+        compiled(x)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert same_bits(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["initial_state", "A_log", "dt_bias"])
+def test_compiled_calls_refuse_gradients_of_each_argument(rng: cases.Random, name: str) -> None:
+    case = make_case(rng, tokens=20)
+    getattr(case, name).requires_grad_()
+
+    def step(q: Tensor) -> Tensor:
+        positional, _ = call(case.but(q=q))
+        flash_kda.fwd(*positional)
+        return positional[6]
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=f"{name}: got a tensor that requires grad"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(case.q)
+
+
+def test_what_lies_behind_a_compiled_call_can_be_trained(rng: cases.Random) -> None:
+    """Grad mode is on, and no argument of the call requires gradients."""
+    layer, x = Trained().requires_grad_(False), inputs(rng, 2, 20)
+    layer.last.requires_grad_()
+    torch._dynamo.reset()
+    gradients = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        run(x).float().sum().backward()
+        gradients.append(layer.last.weight.grad)
+    assert same_bits(*gradients)
+
+
+def test_exported_programs_refuse_gradients(rng: cases.Random) -> None:
+    layer, x = Trained(), inputs(rng, 2, 20)
+    with pytest.raises(Exception, match="forward only"):
+        torch.export.export(layer, (x,))
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,)).module()
+        assert same_bits(program(x), layer(x))
+    with pytest.raises(ValueError, match="forward only"):
+        program(x)
+
+
+def result_of_operator(case: cases.Case) -> Tensor:
+    positional, _ = call(case)
+    OPERATOR(*positional)
+    return positional[6].float()
+
+
+def test_transforms_that_differentiate_are_refused(rng: cases.Random) -> None:
+    """They used to return zeros."""
+    case = make_case(rng, tokens=20)
+
+    def function(q: Tensor) -> Tensor:
+        return result_of_operator(case.but(q=q)).sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(ValueError, match=r"requires grad|dual tensor"):
+            transform(function)(case.q)
+    with pytest.raises(ValueError, match="q: got a tensor that requires grad"):
+        torch.func.vjp(function, case.q)
+    with pytest.raises(ValueError, match="q: got a dual tensor"):
+        torch.func.jvp(function, (case.q,), (case.q,))
+    with pytest.raises(RuntimeError, match="q: got a tensor that requires grad"):
+        torch.compile(torch.func.grad(function), fullgraph=True, backend="aot_eager")(case.q)
+
+
+def test_transforms_that_differentiate_something_else(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=20)
+    expected = result_of_operator(case).sum()
+
+    def function(weight: Tensor) -> Tensor:
+        return (weight * result_of_operator(case)).sum()
+
+    weight = torch.tensor(2.0)
+    torch.testing.assert_close(torch.func.grad(function)(weight), expected)
+    torch.testing.assert_close(torch.func.jvp(function, (weight,), (weight,))[1], 2 * expected)
+
+
+def test_operator_refuses_gradients_given_by_name(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=20)
+    states = torch.zeros(1, HEADS, 128, 128, requires_grad=True)
+    positional, keywords = call(
+        case, checkpoint_offsets=torch.tensor([16]), checkpoint_states=states
+    )
+    with pytest.raises(ValueError, match="checkpoint_states: got a tensor that requires grad"):
+        OPERATOR(*positional, **keywords)
+    with torch.no_grad():
+        OPERATOR(*positional, **keywords)
+    assert states.any()
+
+
 def test_refusals_reach_the_user_of_a_compiled_function(rng: cases.Random) -> None:
     case = make_case(rng, tokens=20)
 
