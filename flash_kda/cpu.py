@@ -40,7 +40,7 @@ def check_values(layout: Layout, tensors: Tensors) -> None:
     Reads their values: ``cu_seqlens``, ``state_indices`` and ``checkpoint_offsets`` are CPU tensors
     or copies there. The others' memory is not touched.
     """
-    if not torch.compiler.is_compiling() and type(torch.empty(0, device="cpu")) is not Tensor:
+    if not torch.compiler.is_compiling() and _makes_others():
         needs = "a call outside of FakeTensorMode and other modes that replace tensors"
         raise ValueError(refuse("q", "a real tensor where torch makes others", needs))
     cu_seqlens = tensors[CU_SEQLENS]
@@ -50,6 +50,11 @@ def check_values(layout: Layout, tensors: Tensors) -> None:
         _check_state_indices(tensors)
     if tensors[CHECKPOINT_OFFSETS] is not None:
         _check_offsets(layout, tensors)
+
+
+def _makes_others() -> bool:
+    """Whether torch makes other tensors here than real ones on the CPU."""
+    return type(torch.empty(0, dtype=torch.uint8, device="cpu")) is not Tensor
 
 
 class _Call(NamedTuple):
@@ -90,7 +95,7 @@ def forward(
         initial = _gather(initial, slots)
     result = final
     if slots is not None and final is not None:
-        result = torch.empty((len(spans), *final.shape[1:]))
+        result = final.new_empty((len(spans), *final.shape[1:]), dtype=torch.float32)
     if tensors[CHECKPOINT_OFFSETS] is None:
         call.run(spans, initial, result)
     else:
@@ -105,7 +110,7 @@ def _run_in_pieces(
     """Each sequence cut at its checkpoints, with the state carried from piece to piece."""
     into = call.tensors[CHECKPOINT_STATES]
     assert into is not None
-    states = torch.zeros((len(spans), *into.shape[1:]))
+    states = into.new_zeros((len(spans), *into.shape[1:]), dtype=torch.float32)
     if initial is not None:
         states.copy_(initial)
     checkpoints = _checkpoints(spans, call.tensors)
@@ -115,7 +120,7 @@ def _run_in_pieces(
     ]
     for turn in range(max(map(len, pieces))):
         which = [sequence for sequence, cuts in enumerate(pieces) if turn < len(cuts)]
-        index = torch.tensor(which)
+        index = torch.tensor(which, dtype=torch.int64, device=into.device)
         state = states[index]
         call.run([pieces[sequence][turn] for sequence in which], state, state)
         states[index] = state

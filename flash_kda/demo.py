@@ -137,13 +137,13 @@ def _inputs(
     lengths: tuple[int, ...], heads: int, device: torch.device, seed: int
 ) -> dict[str, Any]:
     """Random bf16 inputs [1, sum(lengths), heads, 128], fp32 states and int64 cu_seqlens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     wide = (1, sum(lengths), heads, HEAD_DIM)
-    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    bounds = torch.tensor((0, *lengths), dtype=torch.int64, device="cpu").cumsum(0)
     state = 0.1 * normal(len(lengths), heads, HEAD_DIM, HEAD_DIM)
     inputs: dict[str, Any] = {
         name: normal(*wide).bfloat16().to(device) for name in ("q", "k", "v", "g")

@@ -26,13 +26,15 @@ _GUARDED_TYPES = (Tensor, torch.nn.Parameter, Absent)
 
 def absent(size: int) -> Tensor:
     """What guards see in the place of an absent tensor. Those of different sizes are told apart."""
-    return torch.empty(size, device="meta") if _guards is None else _absent(size)
+    return (
+        torch.empty(size, dtype=torch.float32, device="meta") if _guards is None else _absent(size)
+    )
 
 
 def _absent(size: int) -> Tensor:
     # Under a FakeTensorMode at import it would be a FakeTensor, which gets no guard.
     with torch._C._DisableTorchDispatch():
-        return Tensor._make_subclass(Absent, torch.empty(size, device="meta"))
+        return Tensor._make_subclass(Absent, torch.empty(size, dtype=torch.float32, device="meta"))
 
 
 def guard(tensors: Sequence[Tensor]) -> Guard | None:

@@ -117,7 +117,7 @@ def recurrent_kda(
     slope = None if A_log is None else A_log.reshape(heads, 1)
     row_elements = heads * max(q.shape[-1], v.shape[-1])
     for rows, active in _step_blocks([spans[n] for n in order], row_elements):
-        index = torch.tensor(rows, device=q.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=q.device)
         q_, k_, v_, g_, beta_ = (x.index_select(0, index) for x in flat)
         queries, keys, values = _normalise(q_, dtype), _normalise(k_, dtype), v_.to(dtype)
         decay = torch.exp(_log_decay(g_, slope, bias, lower_bound, dtype))
@@ -243,8 +243,9 @@ def chunkwise_spans(
             continue
         for first in range(0, len(members), most):
             which = members[first : first + most]
-            begin, end = torch.tensor([spans[n] for n in which], device=q.device).unbind(1)
-            index = torch.tensor(which, device=q.device)
+            bounds = [spans[n] for n in which]
+            begin, end = torch.tensor(bounds, dtype=torch.int64, device=q.device).unbind(1)
+            index = torch.tensor(which, dtype=torch.int64, device=q.device)
             if initial_state is None:
                 s = q.new_zeros((len(which) * heads, channels, width), dtype=dtype)
             else:
@@ -274,7 +275,7 @@ class _Block:
     """
 
     def __init__(self, begin: Tensor, end: Tensor, first: int, last: int, chunk: int) -> None:
-        offset = torch.arange(first * chunk, last * chunk, device=begin.device)
+        offset = torch.arange(first * chunk, last * chunk, dtype=torch.int64, device=begin.device)
         at = begin[:, None] + offset.view(-1, 1, chunk)  # [n, S, C]
         self._inside = at < end[:, None]
         self._padded = not bool(self._inside[-1].all())

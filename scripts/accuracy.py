@@ -49,15 +49,18 @@ def make_inputs(tokens: int, heads: int, device: torch.device) -> Inputs:
     generator = torch.Generator(device).manual_seed(SEED)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
 
     shape = (1, tokens, heads, WIDTH)
     return {
         **{name: normal(*shape).bfloat16() for name in ("q", "k", "v", "g")},
         "beta": normal(*shape[:3]).bfloat16(),
         "scale": WIDTH**-0.5,
-        "A_log": torch.rand(heads, generator=generator, device=device),
-        "dt_bias": torch.rand(heads, WIDTH, generator=generator, device=device),
+        "A_log": uniform(heads),
+        "dt_bias": uniform(heads, WIDTH),
         "lower_bound": -5.0,
         "initial_state": normal(1, heads, WIDTH, WIDTH),
         "cu_seqlens": None,

@@ -60,7 +60,7 @@ def measure(hidden: int, heads: int, tokens: int, clock: Clock, repeats: int) ->
         hidden_size=hidden, num_heads=heads, safe_gate=True, lower_bound=-5.0, layer_idx=0
     )
     layer = layer.to(clock.device).bfloat16().eval()
-    x = torch.randn(1, tokens, hidden, device=clock.device).bfloat16()
+    x = torch.randn(1, tokens, hidden, dtype=torch.float32, device=clock.device).bfloat16()
     row: dict[str, Any] = {"hidden": hidden, "heads": heads, "tokens": tokens}
     outputs = {}
     watch = Watch()

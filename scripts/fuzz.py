@@ -161,7 +161,7 @@ def _usable(device: torch.device) -> bool:
         return True
     try:
         torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).item()
+        torch.zeros(1, dtype=torch.uint8, device=device).item()
     except RuntimeError:
         return False
     return True

@@ -239,11 +239,11 @@ def _check_checkpoints(subject: Subject, bound: float) -> None:
         for offset in subject.offsets
     ]
     parts = [
-        torch.arange(subject.spans[n][0], offset, device=device)
+        torch.arange(subject.spans[n][0], offset, dtype=torch.int64, device=device)
         for n, offset in zip(owners, subject.offsets, strict=True)
     ]
     rows = torch.cat(parts)
-    bounds = torch.tensor([0, *(len(x) for x in parts)]).cumsum(0)
+    bounds = torch.tensor([0, *map(len, parts)], dtype=torch.int64, device="cpu").cumsum(0)
     prefixes = case.but(
         **{name: getattr(case, name).flatten(0, 1)[rows][None] for name in TOKEN_INPUTS},
         initial_state=None if case.initial_state is None else case.initial_state[owners],

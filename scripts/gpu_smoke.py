@@ -99,14 +99,16 @@ def compute(
     make = torch.Generator(device=device).manual_seed(tokens + heads)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=make).to(torch.bfloat16)
+        return torch.randn(*shape, dtype=torch.float32, device=device, generator=make)
 
-    q, k, v, g = (random(batch, tokens, heads, 128) for _ in range(4))
-    beta = random(batch, tokens, heads)
-    ends = None if lengths is None else torch.tensor([0, *lengths], device=device).cumsum(0)
+    q, k, v, g = (random(batch, tokens, heads, 128).bfloat16() for _ in range(4))
+    beta = random(batch, tokens, heads).bfloat16()
+    ends = None
+    if lengths is not None:
+        ends = torch.tensor([0, *lengths], dtype=torch.int64, device=device).cumsum(0)
     sequences = batch if lengths is None else len(lengths)
-    a_log, bias = torch.rand(heads, device=device), torch.rand(heads, 128, device=device)
-    state = torch.randn(sequences, heads, 128, 128, device=device, generator=make) / 16
+    a_log, bias = random(heads).sigmoid(), random(heads, 128).sigmoid()
+    state = random(sequences, heads, 128, 128) / 16
     out, final = torch.empty_like(v), torch.empty_like(state)
     flash_kda.fwd(
         *(q, k, v, g, beta),
@@ -138,7 +140,7 @@ def first_process() -> dict[str, Any]:
     package = Path(flash_kda.__file__).resolve().parent
     gpu = check_doctor(doctor.collect(require_gpu=True), package)
     x = torch.zeros(1, 64, 4, 128, device="cuda", dtype=torch.bfloat16)
-    out, beta = torch.empty_like(x), torch.zeros(1, 64, 4, device="cuda")
+    out, beta = torch.empty_like(x), torch.zeros(1, 64, 4, device="cuda", dtype=torch.float32)
     torch.cuda.synchronize()  # the context is torch's to make, and not counted
     seconds = []
     for _ in range(20):
@@ -194,7 +196,7 @@ def second_process() -> dict[str, Any]:
     import flash_kda.reference
 
     x = torch.zeros(1, 64, 4, 128, device="cuda", dtype=torch.bfloat16)
-    out, beta = torch.empty_like(x), torch.zeros(1, 64, 4, device="cuda")
+    out, beta = torch.empty_like(x), torch.zeros(1, 64, 4, device="cuda", dtype=torch.float32)
     watch = Watch()
     sys.addaudithook(watch.audit)
     flash_kda.fwd(x, x, x, x, beta, 1.0, out, None, None, -5.0)

@@ -93,7 +93,7 @@ def check_crowd(name: str | None, device: torch.device) -> None:
 def call_hostile(name: str | None, heads: int, device: torch.device) -> None:
     """Call with cu_seqlens that fall and leave the row: of no use but to a sanitizer."""
     case = cases.make_case(cases.Random(f"hostile {name}", device), heads=heads, lengths=(25,) * 4)
-    case.cu_seqlens = torch.tensor(HOSTILE, device=device)
+    case.cu_seqlens = torch.tensor(HOSTILE, dtype=torch.int64, device=device)
     with paths.forced(name):
         cases.forward(case, workspace=poisoned_workspace(case))
 

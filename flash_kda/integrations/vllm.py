@@ -113,7 +113,8 @@ def _positions(offsets: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     Without reading values on the host. A sequence without a checkpoint gets its own end.
     """
     if cu_seqlens is None:
-        bounds = torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
+        rows = torch.arange(q.shape[0] + 1, dtype=torch.int64, device=q.device)
+        bounds = rows * q.shape[1]
     else:
         bounds = cu_seqlens
     starts, ends = bounds[:-1], bounds[1:]
