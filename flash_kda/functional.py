@@ -12,7 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import HEAD_DIM, integer, shown
 from .ops import fwd
+
+_FLAGS = (
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "disable_recompute",
+    "return_intermediate_states",
+    "state_v_first",
+    "use_graph",
+)
 
 
 def chunk_kda(
@@ -72,7 +86,7 @@ def chunk_kda(
         cu_seqlens_cpu: no effect: the values are never needed on the host.
         cp_context: must be None.
         use_graph: no effect: every call may be captured in a CUDA graph.
-        max_num_seqs: the number of sequences, or None; checked, as FLA does, with ``use_graph``.
+        max_num_seqs: the number of sequences, or None; compared, as FLA does, with ``use_graph``.
         A_log: H elements of any float dtype in any shape, or None for exp(A_log) = 1.
         dt_bias: [H, 128] or [H * 128] of any float dtype, or None for 0.
         transpose_state_layout: the older name of ``state_v_first``; deprecated.
@@ -82,14 +96,41 @@ def chunk_kda(
         that ``cu_seqlens`` does not cover hold anything.
 
     Raises:
-        ValueError: a choice that the kernels do not offer, with the reason; and, as TypeError and
-            FlashKDAError, what ``flash_kda.fwd`` raises.
+        TypeError: an argument of a wrong Python type or dtype, such as a flag that is no bool.
+        ValueError: a choice that the kernels do not offer, with the reason, or any other misuse.
+        FlashKDAError: as ``flash_kda.fwd`` does, which also checks what is handed on to it.
     """
+    flags = (
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        safe_gate,
+        disable_recompute,
+        return_intermediate_states,
+        state_v_first,
+        use_graph,
+    )
+    for name, flag in zip(_FLAGS, flags, strict=True):
+        if flag is not True and flag is not False:
+            raise TypeError(_refuse(name, shown(flag), "True or False"))
     if transpose_state_layout is not None:
+        if transpose_state_layout is not True and transpose_state_layout is not False:
+            raise TypeError(
+                _refuse(
+                    "transpose_state_layout",
+                    shown(transpose_state_layout),
+                    "True, False or None",
+                )
+            )
         if state_v_first:
             raise ValueError(
-                "flash_kda.chunk_kda: state_v_first and transpose_state_layout, its older name, "
-                "are both given; needs one of them"
+                _refuse(
+                    "transpose_state_layout",
+                    f"{transpose_state_layout} with state_v_first, its newer name",
+                    "one of them",
+                )
             )
         warnings.warn(
             "transpose_state_layout is the older name of state_v_first", DeprecationWarning, 2
@@ -146,14 +187,8 @@ def chunk_kda(
                 "[N, H, V, K]; convert one of [N, H, K, V] with .mT.contiguous()",
             )
         )
-    required: tuple[tuple[str, object], ...] = (("q", q), ("v", v))
-    for name, tensor in required:
-        if not isinstance(tensor, Tensor):
-            got = f"a value of type {type(tensor).__name__}"
-            raise TypeError(_refuse(name, got, "a torch.Tensor"))
-        if tensor.dim() != 4:
-            got = f"shape {list(tensor.shape)}"
-            raise ValueError(_refuse(name, got, "4 dimensions, [B, T, H, 128]"))
+    _check_dimensions("q", q, 4, "[B, T, H, 128]")
+    _check_dimensions("v", v, 4, "[B, T, H, 128]")
     if q.shape[2] != v.shape[2]:
         raise ValueError(
             _refuse(
@@ -162,20 +197,27 @@ def chunk_kda(
                 "as many: the kernels have no grouped value heads; repeat q and k",
             )
         )
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
-        raise ValueError(
-            _refuse(
-                "max_num_seqs",
-                max_num_seqs,
-                f"{sequences}, the number of sequences: pad cu_seqlens with empty ones",
+    sequences = v.shape[0]
+    if cu_seqlens is not None:
+        _check_dimensions("cu_seqlens", cu_seqlens, 1, "[N + 1]", " or None")
+        sequences = cu_seqlens.shape[0] - 1
+        if sequences < 0:
+            raise ValueError(_refuse("cu_seqlens", "no entries", "N + 1 entries: at least 1"))
+    if max_num_seqs is not None:
+        most = integer("chunk_kda", "max_num_seqs", max_num_seqs)
+        if use_graph and most != sequences:
+            raise ValueError(
+                _refuse(
+                    "max_num_seqs",
+                    most,
+                    f"{sequences}, the number of sequences: pad cu_seqlens with empty ones",
+                )
             )
-        )
 
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
     final_state = None
     if output_final_state:
-        shape = (sequences, v.shape[2], v.shape[3], q.shape[3])
+        shape = (sequences, v.shape[2], HEAD_DIM, HEAD_DIM)
         final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
     fwd(
         q,
@@ -183,7 +225,7 @@ def chunk_kda(
         v,
         g,
         beta,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        HEAD_DIM**-0.5 if scale is None else scale,
         out,
         A_log,
         dt_bias,
@@ -194,6 +236,18 @@ def chunk_kda(
         beta_is_logits=use_beta_sigmoid_in_kernel,
     )
     return out, final_state
+
+
+def _check_dimensions(name: str, value: object, count: int, form: str, other: str = "") -> None:
+    """What is asked for a size here has to have it; ``fwd`` checks all else."""
+    if not isinstance(value, Tensor):
+        got = f"a value of type {type(value).__name__}"
+        raise TypeError(_refuse(name, got, f"a torch.Tensor{other}"))
+    if value.is_nested:
+        raise ValueError(_refuse(name, "a nested tensor", "an ordinary strided tensor"))
+    if value.dim() != count:
+        needs = f"{count} dimension{'s' if count > 1 else ''}, {form}"
+        raise ValueError(_refuse(name, f"shape {list(value.shape)}", needs))
 
 
 def _refuse(name: str, got: object, needs: str) -> str:

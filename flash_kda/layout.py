@@ -6,6 +6,9 @@ model do, are not examined again.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -140,6 +143,23 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__name__} that cannot be printed"
     text = " ".join(text.split())
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def integer(function: str, name: str, value: Any) -> int:
+    """An argument of ``flash_kda.<function>`` as an int.
+
+    Raises:
+        TypeError: not an integer, or a bool.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"flash_kda.{function}: {name}: got {shown(value)} of type {type(value).__name__}; "
+            "needs an integer"
+        ) from None
 
 
 def build(tensors: Tensors) -> Layout:

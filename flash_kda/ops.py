@@ -22,6 +22,7 @@ from .layout import (
     WORKSPACE,
     Layout,
     Tensors,
+    integer,
     refuse,
     shown,
 )
@@ -261,26 +262,9 @@ def workspace_size(
         BrokenInstallError: the launcher library is missing or damaged.
         LoaderError: the device cannot run any kernel of this package.
     """
-    sizes = {"t_total": t_total, "heads": heads, "sequences": sequences}
-    for name, value in sizes.items():
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            sizes[name] = operator.index(value)
-        except TypeError:
-            raise TypeError(
-                f"flash_kda.workspace_size: {name}: got {shown(value)} of type "
-                f"{type(value).__name__}; needs an integer"
-            ) from None
-        least = 1 if name == "heads" else 0
-        most, at_most = (2**31 - 1, "below 2^31") if name == "heads" else (TOKEN_LIMIT, LIMIT_TEXT)
-        if not least <= sizes[name] <= most:
-            raise ValueError(
-                f"flash_kda.workspace_size: {name}: got {shown(value)}; needs at least {least} and "
-                f"{at_most}"
-            )
+    sizes = check_sizes("workspace_size", t_total, heads, sequences)
     if device is None and not torch.cuda.is_available():
-        return abi.workspace_size(*sizes.values())
+        return abi.workspace_size(*sizes)
     where = _cuda_device(device)
     if where == torch.device("cuda"):
         # Without a GPU the loader says so better than torch would.
@@ -288,8 +272,23 @@ def workspace_size(
         where = torch.device("cuda", index)
     launcher = abi.launcher()
     gpu = loader.module_for(where).gpu
-    shape = (sizes["t_total"], sizes["heads"], sizes["sequences"])
-    return launcher.plan(*shape, gpu, _forced_path(launcher)).workspace_bytes
+    return launcher.plan(*sizes, gpu, _forced_path(launcher)).workspace_bytes
+
+
+def check_sizes(function: str, t_total: int, heads: int, sequences: int) -> tuple[int, int, int]:
+    """The sizes that ``flash_kda.<function>`` was given, as ints within their ranges."""
+    sizes = []
+    for name, value in (("t_total", t_total), ("heads", heads), ("sequences", sequences)):
+        size = integer(function, name, value)
+        least = 1 if name == "heads" else 0
+        most, at_most = (2**31 - 1, "below 2^31") if name == "heads" else (TOKEN_LIMIT, LIMIT_TEXT)
+        if not least <= size <= most:
+            raise ValueError(
+                f"flash_kda.{function}: {name}: got {shown(value)}; needs at least {least} and "
+                f"{at_most}"
+            )
+        sizes.append(size)
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _cuda_device(device: torch.device | str | int | None) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import cases
@@ -115,7 +116,7 @@ def test_older_name_of_state_v_first(rng: cases.Random) -> None:
     with pytest.warns(DeprecationWarning, match="older name of state_v_first"):
         out, state = flash_kda.chunk_kda(**arguments(case, **changes))
     assert_accurate(case, out, state, BOUND)
-    with pytest.raises(ValueError, match="both given"):
+    with pytest.raises(ValueError, match="transpose_state_layout: got True with state_v_first"):
         flash_kda.chunk_kda(**arguments(case, transpose_state_layout=True))
 
 
@@ -163,6 +164,106 @@ def test_wrong_tensors(rng: cases.Random, name: str) -> None:
         flash_kda.chunk_kda(**arguments(case, **{name: getattr(case, name)[0]}))
     with pytest.raises(TypeError, match=f"{name}: got dtype"):
         flash_kda.chunk_kda(**arguments(case, **{name: getattr(case, name).float()}))
+
+
+FLAGS = [
+    *("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "disable_recompute"),
+    *("return_intermediate_states", "state_v_first", "use_graph", "transpose_state_layout"),
+]
+
+
+def refusal(case: cases.Case, error: type[Exception], name: str, value: Any, **more: Any) -> str:
+    """What chunk_kda says, which has to begin with the argument's name, and what it needs."""
+    with pytest.raises(error) as caught:
+        flash_kda.chunk_kda(**arguments(case, **{name: value}, **more))
+    assert type(caught.value) is error
+    found = re.fullmatch(rf"flash_kda\.\w+: {name}: got (.+); needs (.+)", str(caught.value))
+    assert found, str(caught.value)
+    return found[1]
+
+
+def test_flags_are_all_those_of_the_signature() -> None:
+    annotations = inspect.get_annotations(flash_kda.chunk_kda)
+    assert {name for name, kind in annotations.items() if "bool" in kind} == set(FLAGS)
+
+
+@pytest.mark.parametrize("value", [1, 0, "no", 1.0, torch.tensor(True), None])
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_bools(rng: cases.Random, name: str, value: Any) -> None:
+    if name == "transpose_state_layout" and value is None:
+        pytest.skip("the default")
+    got = refusal(make_case(rng, tokens=20), TypeError, name, value)
+    assert got == repr(value)
+
+
+@pytest.mark.parametrize("output_final_state", [True, False])
+@pytest.mark.parametrize(
+    ("value", "error", "got"),
+    [
+        ([0, 20], TypeError, "a value of type list"),
+        (20, TypeError, "a value of type int"),
+        (torch.tensor(20), ValueError, "shape []"),
+        (torch.tensor([[0, 20]]), ValueError, "shape [1, 2]"),
+        (torch.tensor([], dtype=torch.int64), ValueError, "no entries"),
+        (torch.tensor([0.0, 20.0]), TypeError, "dtype torch.float32"),
+        (torch.tensor([0, 20], device="meta"), ValueError, "a tensor on meta"),
+    ],
+)
+def test_cu_seqlens(
+    rng: cases.Random, value: Any, error: type[Exception], got: str, output_final_state: bool
+) -> None:
+    case = make_case(rng, tokens=20)
+    more = {"output_final_state": output_final_state}
+    assert refusal(case, error, "cu_seqlens", value, **more) == got
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "cu_seqlens"])
+def test_tensors_of_other_kinds(rng: cases.Random, name: str) -> None:
+    case = make_case(rng, lengths=(20,))
+    tensor = getattr(case, name)
+    nested = torch.nested.nested_tensor([tensor[:1], tensor[:1]])
+    assert refusal(case, ValueError, name, nested) == "a nested tensor"
+    sparse = refusal(case, ValueError, name, tensor.to_sparse())
+    assert sparse == "a tensor of layout torch.sparse_coo"
+    assert refusal(case, TypeError, name, "text") == "a value of type str"
+
+
+@pytest.mark.parametrize("use_graph", [True, False])
+@pytest.mark.parametrize("value", ["1", 1.0, True, [1]])
+def test_max_num_seqs_is_an_integer(rng: cases.Random, value: Any, use_graph: bool) -> None:
+    case = make_case(rng, tokens=20)
+    got = refusal(case, TypeError, "max_num_seqs", value, use_graph=use_graph)
+    assert got == f"{value!r} of type {type(value).__name__}"
+
+
+@pytest.mark.parametrize("name", ["k", "g", "beta"])
+@pytest.mark.parametrize("value", [None, 1.0])
+def test_other_tensors(rng: cases.Random, name: str, value: Any) -> None:
+    refusal(make_case(rng, tokens=20), TypeError, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("scale", True, TypeError),
+        ("scale", "1", TypeError),
+        ("lower_bound", "-5", TypeError),
+        ("lower_bound", True, TypeError),
+        ("A_log", 0.0, TypeError),
+        ("dt_bias", [0.0], TypeError),
+        ("initial_state", 0, TypeError),
+    ],
+)
+def test_what_fwd_refuses(rng: cases.Random, name: str, value: Any, error: type[Exception]) -> None:
+    refusal(make_case(rng, tokens=20), error, name, value)
+
+
+def test_other_widths_are_refused_before_memory_is_asked_for(rng: cases.Random) -> None:
+    case = make_case(rng, tokens=20)
+    wide = torch.zeros(1, dtype=torch.bfloat16).expand(1, 20, 2, 1 << 40)
+    assert refusal(case, ValueError, "q", wide) == f"shape [1, 20, 2, {1 << 40}]"
 
 
 def test_gradients_are_refused(rng: cases.Random) -> None:
