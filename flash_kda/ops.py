@@ -396,7 +396,7 @@ def _forced_path(launcher: abi.Launcher) -> int:
 
 def _check_on_host(layout: Layout, tensors: Tensors) -> None:
     """Read a GPU call's indices and offsets and refuse what the CPU path would refuse."""
-    if os.fsdecode(_environment[_check_key]) == "0":
+    if not _checking():
         return
     indices = {at: x for at in INDICES if (x := tensors[at]) is not None}
     if not indices:
@@ -409,6 +409,23 @@ def _check_on_host(layout: Layout, tensors: Tensors) -> None:
         return
     here = [indices[at].cpu() if at in indices else x for at, x in enumerate(tensors)]
     cpu.check_values(layout, tuple(here))
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Whether ``fwd`` refuses bad values of cu_seqlens and its like on this device."""
+    return device.type == "cpu" or _checking()
+
+
+def values_can_be_read(device: torch.device) -> bool:
+    """Whether they are checked, and a caller may read them, too."""
+    if torch.compiler.is_compiling() or not values_are_checked(device):
+        return False
+    return device.type == "cpu" or not _capturing(device)
+
+
+def _checking() -> bool:
+    raw: Any = _environment.get(_check_key)
+    return bool(raw) and os.fsdecode(raw) != "0"
 
 
 def _capturing(device: torch.device) -> bool:

@@ -103,11 +103,190 @@ def test_sequences_without_checkpoints(
     assert_accurate(case, *result, BOUND)
 
 
-def test_refusals(case: cases.Case, workspace: Tensor) -> None:
-    with pytest.raises(ValueError, match="both or neither"):
-        call(adapter.fwd, case, workspace, torch.zeros(case.state_shape), None)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        call(adapter.fwd, case, workspace, torch.zeros(case.state_shape), torch.full((4,), 17))
+# cu_seqlens, offsets within the sequences, and the sequences that have a checkpoint.
+EMPTY = [
+    ([0, 0, 20, 64], [0, 16, 32], (1, 2)),
+    ([5, 5, 20, 64], [0, 0, 44], (2,)),
+    ([5, 5, 20, 64], [0, 0, 0], ()),
+    ([0, 0, 0, 0, 20, 20, 64, 64], [0, -1, 7, 16, 0, 0, 0], (3,)),
+    ([64, 64, 64], [0, 16], ()),
+    ([3, 3], [0], ()),
+    ([0, 0], [16], ()),
+    ([0, 20, 64, 64], [16, 16, 0], (0, 1)),
+]
+
+
+def packed(
+    rng: cases.Random, bounds: list[int], offsets: list[int], dtype: torch.dtype
+) -> tuple[dict[str, Any], cases.Case]:
+    """The adapter's arguments for 64 tokens, and a case of them."""
+    case = make_case(rng, lengths=(64,)).but(cu_seqlens=torch.tensor(bounds, dtype=dtype))
+    count = len(offsets)
+    case.initial_state = rng.normal(count, *case.initial_state.shape[1:])
+    given = {
+        **vars(case),
+        "out": torch.zeros_like(case.v),
+        "workspace": None,
+        "final_state": torch.zeros_like(case.initial_state),
+        "checkpoint_state": torch.zeros_like(case.initial_state),
+        "checkpoint_offsets": torch.tensor(offsets, dtype=dtype),
+    }
+    return given, case
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("bounds", "offsets", "kept"), EMPTY)
+def test_empty_sequences(
+    rng: cases.Random,
+    bounds: list[int],
+    offsets: list[int],
+    kept: tuple[int, ...],
+    dtype: torch.dtype,
+    compiled: bool,
+) -> None:
+    """An offset of 0 means no checkpoint, also where no token comes before."""
+    if compiled and bounds[0] == bounds[-1]:
+        pytest.skip("what a compiled call cannot know: that no sequence has a token")
+    given, case = packed(rng, bounds, offsets, dtype)
+    torch._dynamo.reset()
+    function = adapter.fwd
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    function(**given)
+    _, expected = cases.reference(case)
+    assert relative_error(given["final_state"], expected) < BOUND
+    for n in kept:
+        tokens = slice(bounds[n], bounds[n] + offsets[n])
+        names = ("q", "k", "v", "g", "beta")
+        part = case.but(
+            **{name: getattr(case, name)[:, tokens] for name in names},
+            initial_state=case.initial_state[n : n + 1],
+            cu_seqlens=None,
+        )
+        assert relative_error(given["checkpoint_state"][n], cases.reference(part)[1][0]) < BOUND
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 20), (3, 0)])
+def test_batches_without_tokens(rng: cases.Random, shape: tuple[int, int]) -> None:
+    case = make_case(rng, batch=shape[0], tokens=shape[1])
+    out, states = torch.zeros_like(case.v), torch.zeros(case.state_shape)
+    final_state = torch.zeros(case.state_shape)
+    adapter.fwd(
+        *(case.q, case.k, case.v, case.g, case.beta, case.scale, out, None, case.A_log),
+        *(case.dt_bias, case.lower_bound, case.initial_state, final_state, None, states),
+        torch.zeros(shape[0], dtype=torch.int64),
+    )
+    assert same_bits(final_state, case.initial_state.float())
+
+
+SHAPE = [3, 2, 128, 128]
+WRONG: list[tuple[str, Any, type[Exception], str]] = [
+    ("checkpoint_offsets", torch.tensor([16]), ValueError, "shape [1]"),
+    ("checkpoint_offsets", torch.tensor(16), ValueError, "shape []"),
+    ("checkpoint_offsets", torch.tensor([16, 16]), ValueError, "shape [2]"),
+    ("checkpoint_offsets", torch.tensor([[16] * 3]), ValueError, "shape [1, 3]"),
+    ("checkpoint_offsets", [16, 16, 16], TypeError, "a value of type list"),
+    ("checkpoint_offsets", torch.ones(3), TypeError, "dtype torch.float32"),
+    ("checkpoint_offsets", torch.ones(3, dtype=torch.bool), TypeError, "dtype torch.bool"),
+    ("checkpoint_offsets", torch.zeros(3, device="meta"), TypeError, "dtype torch.float32"),
+    (
+        "checkpoint_offsets",
+        torch.zeros(3, dtype=torch.int32, device="meta"),
+        ValueError,
+        "a tensor on meta",
+    ),
+    (
+        "checkpoint_offsets",
+        torch.tensor([16, 16, 16]).to_sparse(),
+        ValueError,
+        "a tensor of layout torch.sparse_coo",
+    ),
+    ("checkpoint_offsets", torch.tensor([0, 8, 0]), ValueError, "checkpoint_offsets[1] = 8"),
+    ("checkpoint_offsets", torch.tensor([0, 0, 17]), ValueError, "checkpoint_offsets[2] = 17"),
+    ("checkpoint_offsets", None, ValueError, "None with checkpoint_state"),
+    ("checkpoint_state", None, ValueError, "None with checkpoint_offsets"),
+    ("checkpoint_state", [0.0], TypeError, "a value of type list"),
+    ("checkpoint_state", torch.zeros(2, *SHAPE[1:]), ValueError, "shape [2, 2, 128, 128]"),
+    ("checkpoint_state", torch.zeros(3, 2, 128, 64), ValueError, "shape [3, 2, 128, 64]"),
+    ("checkpoint_state", torch.zeros(3), ValueError, "shape [3]"),
+    ("checkpoint_state", torch.zeros(SHAPE).half(), TypeError, "dtype torch.float16"),
+    ("checkpoint_state", torch.zeros(SHAPE, device="meta"), ValueError, "a tensor on meta"),
+    ("checkpoint_state", torch.zeros(SHAPE).mT, ValueError, "strides [32768, 16384, 1, 128]"),
+    (
+        "checkpoint_state",
+        torch.zeros(SHAPE).requires_grad_(),
+        ValueError,
+        "a tensor that requires grad, with grad mode on",
+    ),
+    ("cu_seqlens", [0, 0, 20, 64], TypeError, "a value of type list"),
+    ("cu_seqlens", torch.tensor(64), ValueError, "shape []"),
+    ("cu_seqlens", torch.tensor([], dtype=torch.int64), ValueError, "0 entries"),
+    ("cu_seqlens", torch.tensor([0.0, 0.0, 20.0, 64.0]), TypeError, "dtype torch.float32"),
+    ("cu_seqlens", torch.tensor([0, 30, 20, 64]), ValueError, "cu_seqlens[2] = 20"),
+    ("cu_seqlens", torch.tensor([0, 0, 20, 65]), ValueError, "cu_seqlens[3] = 65"),
+    ("q", None, TypeError, "None"),
+    ("q", torch.zeros(64, 2, 128), TypeError, "dtype torch.float32"),
+    ("q", torch.zeros(64, 2, 128, dtype=torch.bfloat16), ValueError, "shape [64, 2, 128]"),
+    ("q", torch.zeros(1, 64, 0, 128).bfloat16(), ValueError, "shape [1, 64, 0, 128]"),
+    ("k", None, TypeError, "None"),
+    ("workspace", [0], TypeError, "a value of type list"),
+    ("workspace", torch.zeros(512), TypeError, "dtype torch.float32"),
+    ("workspace", torch.zeros(2, 256, dtype=torch.uint8), ValueError, "shape [2, 256]"),
+    ("workspace", torch.zeros(512, dtype=torch.uint8, device="meta"), ValueError, "on meta"),
+    ("scale", "1", TypeError, "'1' of type str"),
+    ("lower_bound", None, ValueError, "None"),
+]
+
+
+@pytest.mark.parametrize("workspace", [None, torch.zeros(512, dtype=torch.uint8)[:256]])
+@pytest.mark.parametrize(("name", "value", "error", "got"), WRONG)
+def test_refusals(
+    rng: cases.Random,
+    name: str,
+    value: Any,
+    error: type[Exception],
+    got: str,
+    workspace: Tensor | None,
+) -> None:
+    given, _ = packed(rng, [0, 0, 20, 64], [0, 16, 32], torch.int32)
+    given = {**given, "workspace": workspace, name: value}
+    with pytest.raises(error) as caught:
+        adapter.fwd(**given)
+    assert type(caught.value) is error
+    start = f"flash_kda.integrations.vllm.fwd: {name}: got "
+    text = str(caught.value)
+    assert text.startswith(start) and "; needs " in text, text
+    assert got in text
+    assert "checkpoint_states" not in text
+    assert not given["out"].any()
+
+
+def test_shared_memory_is_named(rng: cases.Random) -> None:
+    given, _ = packed(rng, [0, 0, 20, 64], [0, 16, 32], torch.int32)
+    given["final_state"] = given["checkpoint_state"]
+    with pytest.raises(ValueError, match="shares memory with checkpoint_state;"):
+        adapter.fwd(**given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "name"),
+    [
+        (("a", 3, 2), TypeError, "t_total"),
+        ((1.0, 3, 2), TypeError, "t_total"),
+        ((1, None, 2), TypeError, "heads"),
+        ((1, 3, True), TypeError, "sequences"),
+        ((-1, 3, 2), ValueError, "t_total"),
+        ((1, 0, 2), ValueError, "heads"),
+        ((1, 3, 2**31), ValueError, "sequences"),
+        ((2**70, 3, 2), ValueError, "t_total"),
+    ],
+)
+def test_workspace_size_of_bad_sizes(sizes: Any, error: type[Exception], name: str) -> None:
+    start = f"flash_kda.integrations.vllm.get_workspace_size: {name}: got .*; needs "
+    with pytest.raises(error, match=start) as caught:
+        adapter.get_workspace_size(*sizes)
+    assert type(caught.value) is error
 
 
 def test_workspace_size_suffices_for_smaller_calls_on_any_gpu() -> None:

@@ -134,3 +134,63 @@ def test_vllm_adapter(rng: cases.Random) -> None:
             )
             truth = cases.reference(part)[1][0]
             assert relative_error(states[sequence], truth) <= 2 * cases.ORDINARY_BOUND
+
+
+@pytest.mark.parametrize("check", ["", "1"])
+@pytest.mark.parametrize(
+    ("bounds", "offsets"),
+    [([0, 0, 20, 64], [0, 16, 32]), ([5, 5, 5, 64], [0, 8, 48]), ([5, 5], [0]), ([0, 0], [16])],
+)
+def test_vllm_adapter_with_empty_sequences(
+    rng: cases.Random,
+    bounds: list[int],
+    offsets: list[int],
+    check: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those without a token before them have no checkpoint, also where values are checked."""
+    monkeypatch.setenv("FLASH_KDA_CHECK", check)
+    case = make_case(rng, lengths=(64,), heads=3)
+    case.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=case.device)
+    case.initial_state = rng.normal(len(offsets), *case.state_shape[1:])
+    final, states = torch.zeros_like(case.initial_state), torch.zeros_like(case.initial_state)
+    adapter.fwd(
+        *(case.q, case.k, case.v, case.g, case.beta, case.scale, torch.zeros_like(case.v), None),
+        *(case.A_log, case.dt_bias, case.lower_bound, case.initial_state, final),
+        *(case.cu_seqlens, states, torch.tensor(offsets, device=case.device)),
+    )
+    assert relative_error(final, cases.reference(case)[1]) <= 2 * cases.ORDINARY_BOUND
+    kept = [n for n, x in enumerate(offsets) if 0 < x <= bounds[n + 1] - bounds[n]]
+    for n in kept:
+        tokens = slice(bounds[n], bounds[n] + offsets[n])
+        part = case.but(
+            **{x: getattr(case, x)[:, tokens] for x in ("q", "k", "v", "g", "beta")},
+            initial_state=case.initial_state[n : n + 1],
+            cu_seqlens=None,
+        )
+        truth = cases.reference(part)[1][0]
+        assert relative_error(states[n], truth) <= 2 * cases.ORDINARY_BOUND
+
+
+@pytest.mark.parametrize("check", ["", "1"])
+def test_vllm_adapter_names_an_offset_as_it_was_given(
+    rng: cases.Random, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_KDA_CHECK", check)
+    case = make_case(rng, lengths=(20, 44), heads=3)
+    states = torch.zeros(case.state_shape, device=case.device)
+
+    def call() -> None:
+        adapter.fwd(
+            *(case.q, case.k, case.v, case.g, case.beta, case.scale, torch.zeros_like(case.v)),
+            *(None, case.A_log, case.dt_bias, case.lower_bound, None, None, case.cu_seqlens),
+            *(states, torch.tensor([16, 8], device=case.device)),
+        )
+
+    if case.device.type == "cuda" and not check:
+        call()
+        return
+    with pytest.raises(
+        ValueError, match=r"got checkpoint_offsets\[1\] = 8; needs a multiple of 16"
+    ):
+        call()
