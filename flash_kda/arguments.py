@@ -207,6 +207,24 @@ def check(
     return layout, pointers, scale, lower_bound, ()
 
 
+def scalars(scale: object, lower_bound: object, beta_is_logits: object) -> tuple[float, float]:
+    """The two numbers as floats, for the operator, which would take a bool for one.
+
+    Raises:
+        TypeError: one of the three of a wrong type.
+        ValueError: no lower_bound. Whether numbers lie in their ranges is seen when it runs.
+    """
+    if beta_is_logits is not True and beta_is_logits is not False:
+        raise not_a_flag(beta_is_logits)
+    if lower_bound is None:
+        lower_bound = _lower_bound(lower_bound)
+    return _number("scale", scale), _number("lower_bound", lower_bound)
+
+
+def not_a_flag(beta_is_logits: object) -> TypeError:
+    return TypeError(refuse("beta_is_logits", shown(beta_is_logits), "True or False"))
+
+
 def check_workspace_size(workspace: Tensor, needed: int, layout: Layout) -> None:
     """Refuse a workspace of fewer than ``needed`` bytes."""
     if workspace.numel() < needed:
@@ -274,7 +292,7 @@ def _lower_bound(value: object) -> float:
     return number
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: Any) -> float:
     """A Python, numpy or 0-dimensional CPU tensor number as a float; bools are refused."""
     needs = "a real number (float)"
     if isinstance(value, Tensor):
@@ -290,6 +308,8 @@ def _number(name: str, value: object) -> float:
             got = f"a {type(value).__name__} without a value (fake, traced or transformed)"
             raise TypeError(refuse(name, got, needs)) from error
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if torch.compiler.is_compiling() and hasattr(value, "item"):
+            return float(value.item())  # a number of numpy, which the compiler shows as an array
         got = "None" if value is None else f"{shown(value)} of type {type(value).__name__}"
         raise TypeError(refuse(name, got, needs))
     try:

@@ -89,7 +89,8 @@ def chunk_kda(
         max_num_seqs: the number of sequences, or None; compared, as FLA does, with ``use_graph``.
         A_log: H elements of any float dtype in any shape, or None for exp(A_log) = 1.
         dt_bias: [H, 128] or [H * 128] of any float dtype, or None for 0.
-        transpose_state_layout: the older name of ``state_v_first``; deprecated.
+        transpose_state_layout: the older name of ``state_v_first``; deprecated, of which compiled
+            calls do not warn.
 
     Returns:
         ``(out, final_state)``: bf16 [B, T, H, 128], and fp32 [N, H, V, K] or None. Rows of ``out``
@@ -132,9 +133,10 @@ def chunk_kda(
                     "one of them",
                 )
             )
-        warnings.warn(
-            "transpose_state_layout is the older name of state_v_first", DeprecationWarning, 2
-        )
+        if not torch.compiler.is_compiling():  # which cannot warn
+            warnings.warn(
+                "transpose_state_layout is the older name of state_v_first", DeprecationWarning, 2
+            )
         state_v_first = transpose_state_layout
     if not use_qk_l2norm_in_kernel:
         raise ValueError(

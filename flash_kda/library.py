@@ -3,7 +3,9 @@
 The schema says which arguments are written; the fake implementation has nothing to compute, since
 the operation returns nothing. Registering opens no library and takes a fraction of a millisecond.
 ``flash_kda.fwd`` goes through here only while it is traced: an eager call does not pay for the
-dispatcher. Without a kernel for autograd, gradients would be dropped without a word.
+dispatcher. Called by itself the operator takes what its schema can convert, such as True for a
+float or 1 for a bool, which ``flash_kda.fwd`` refuses. Without a kernel for autograd, gradients
+would be dropped without a word.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from . import abi, cpu, library, loader
-from .arguments import check, check_workspace_size
+from .arguments import check, check_workspace_size, not_a_flag, scalars
 from .layout import (
     INDICES,
     LIMIT_TEXT,
@@ -102,7 +102,8 @@ def fwd(
             matter; expanded dimensions are allowed). B * T is at most 2^31 - 32, H at least 1.
         beta: bf16 or fp32 [B, T, H], logits, any strides.
         scale: factor of the output, finite; often 128 ** -0.5. A Python or numpy number, or a
-            0-dimensional CPU tensor.
+            0-dimensional CPU tensor. Under torch.compile those that are no Python numbers may break
+            the graph, and ``fullgraph=True`` then refuses them.
         out: bf16 [B, T, H, 128], written in place. Strides as for q; it may interleave with
             another argument in one buffer but shares no element with any.
         A_log: fp32, bf16, fp16 or fp64, H elements in any shape, or None for exp(A_log) = 1.
@@ -151,8 +152,11 @@ def fwd(
         LoaderError: no GPU code can be loaded for the device (see its subclasses).
         LaunchError: the driver refused the launch.
     """
-    # Traced as one operator, so that the compiler does not follow the pointers inside.
-    execute = _operator if torch.compiler.is_compiling() else run
+    execute: Callable[..., None] = run
+    if torch.compiler.is_compiling():
+        # Traced as one operator, so that the compiler does not follow the pointers inside.
+        execute = _operator
+        scale, lower_bound = scalars(scale, lower_bound, beta_is_logits)
     execute(
         q,
         k,
@@ -217,7 +221,7 @@ def run(
         workspace,
     )
     if beta_is_logits is not True and beta_is_logits is not False:
-        raise TypeError(refuse("beta_is_logits", shown(beta_is_logits), "True or False"))
+        raise not_a_flag(beta_is_logits)
     on_cuda = layout.on_cuda
     if on_cuda and not _environment.get(_check_key):
         _forward_cuda(layout, pointers, scale, lower_bound, workspace, beta_is_logits)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
+import numpy as np
 import pytest
 import torch
 from cases import make_case, same_bits
@@ -200,6 +201,106 @@ def test_exports(rng: cases.Random) -> None:
         x = inputs(rng, 2, 47)
         for ours, expected in zip(program.module()(x), layer(x), strict=True):
             assert same_bits(ours, expected)
+
+
+NUMBERS = [0.25, 2]
+OTHER_NUMBERS = [
+    *(
+        torch.tensor(0.25, dtype=torch.float64),
+        np.float64(0.25),
+        torch.tensor(0.25),
+        torch.tensor(0.25, dtype=torch.bfloat16),
+        torch.tensor(2),
+    ),
+    *(np.float32(0.25), np.float16(0.25), np.int64(2)),
+]
+
+
+def kind(value: Any) -> str:
+    return f"{type(value).__name__} {getattr(value, 'dtype', '')}"
+
+
+@pytest.mark.parametrize(
+    ("value", "fullgraph"),
+    [*((x, True) for x in NUMBERS), *((x, False) for x in (*NUMBERS, *OTHER_NUMBERS))],
+    ids=lambda x: str(x) if isinstance(x, bool) else kind(x),
+)
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+def test_numbers_in_compiled_calls(
+    rng: cases.Random, name: str, value: Any, fullgraph: bool
+) -> None:
+    """Those that eager calls take; all but Python's may break the graph."""
+    case = make_case(rng, tokens=20)
+    out = torch.zeros_like(case.v)
+    arguments = {**vars(case), "out": out}
+
+    def step(number: Any) -> None:
+        flash_kda.fwd(**{**arguments, name: number})
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=fullgraph, backend="aot_eager")
+    for number in (value, 2 * value):
+        if name == "lower_bound":
+            number = -number
+        step(number)
+        expected = out.clone()
+        out.zero_()
+        compiled(number)
+        assert same_bits(out, expected) and out.any()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("scale", x) for x in (True, None, "1", 1j, torch.ones(1), torch.tensor(True))),
+        *(("lower_bound", x) for x in (True, None, "-1", 1j, -torch.ones(1))),
+        *(("beta_is_logits", x) for x in (1, 0, None, "yes")),
+        *(("scale", x) for x in (float("nan"), 1e39)),
+        *(("lower_bound", x) for x in (1.0, -6.0, float("nan"))),
+    ],
+)
+def test_wrong_scalars_in_compiled_calls(
+    rng: cases.Random, name: str, value: Any, fullgraph: bool
+) -> None:
+    """The same error as eagerly; of a whole graph, what the compiler makes of it."""
+    case = make_case(rng, tokens=20)
+    arguments = {**vars(case), "out": torch.zeros_like(case.v), name: value}
+
+    def step(x: Tensor) -> None:
+        flash_kda.fwd(**{**arguments, "q": x})
+
+    with pytest.raises((TypeError, ValueError)) as caught:
+        step(case.q)
+    torch._dynamo.reset()
+    kinds = (type(caught.value), torch._dynamo.exc.Unsupported) if fullgraph else caught.type
+    with pytest.raises(kinds) as compiled:
+        torch.compile(step, fullgraph=fullgraph, backend="aot_eager")(case.q)
+    if compiled.type is caught.type:
+        assert str(compiled.value).startswith(str(caught.value))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_older_name_of_state_v_first_compiles(rng: cases.Random, fullgraph: bool) -> None:
+    case = make_case(rng, tokens=20)
+
+    def step(q: Tensor) -> Any:
+        return flash_kda.chunk_kda(
+            *(q, case.k, case.v, case.g, case.beta),
+            initial_state=case.initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=case.lower_bound,
+            transpose_state_layout=True,
+        )
+
+    torch._dynamo.reset()
+    ours = torch.compile(step, fullgraph=fullgraph, backend="aot_eager")(case.q)
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        expected = step(case.q)
+    assert all(same_bits(x, y) for x, y in zip(ours, expected, strict=True))
 
 
 class Trained(Layer):
