@@ -32,6 +32,7 @@ from .layout import (
     V,
     build,
     refuse,
+    refuse_without_memory,
     shown,
 )
 
@@ -201,6 +202,7 @@ def check(
             layout.proven.clear()
         layout.proven.add(pointers)
     if not layout.on_cuda:
+        _refuse_jit_trace()
         cpu.check_values(layout, tensors)
     if layout.copies != (False, False):
         return _with_copies(layout, pointers, scale, lower_bound, A_log, dt_bias)
@@ -241,6 +243,7 @@ def check_workspace_size(workspace: Tensor, needed: int, layout: Layout) -> None
 def _layout_of(tensors: Tensors, guarded: tuple[Tensor, ...]) -> Layout:
     """The layout of these metadata: remembered, or built. One that recurs gets a guard."""
     global _recent
+    _refuse_jit_trace()  # on a GPU it is looked for here only, as far as time allows
     key: Any = None
     try:
         # A tensor can be lazily negated (the imaginary part of a conjugate is); dtypes rule out
@@ -355,6 +358,13 @@ def _check_tangents(named: Iterable[tuple[str, Tensor | None]]) -> None:
             )
 
 
+def _refuse_jit_trace() -> None:
+    """Its tensors are real: a call would be made, and not be a part of what it has recorded."""
+    if torch.jit.is_tracing():
+        needs = "torch.ops.flash_kda.fwd in the place of flash_kda.fwd, which it can record"
+        raise ValueError(refuse("q", "a tensor that torch.jit.trace follows", needs))
+
+
 def _refuse_without_memory(tensors: Tensors, layout: Layout) -> None:
     for name, tensor, extent in zip(NAMES, tensors, layout.extents, strict=True):
         if tensor is None or not extent:
@@ -364,8 +374,7 @@ def _refuse_without_memory(tensors: Tensors, layout: Layout) -> None:
         except RuntimeError:
             missing = True
         if missing:
-            got = f"a {type(tensor).__name__} without memory (fake, traced or transformed)"
-            raise ValueError(refuse(name, got, "a tensor that holds data"))
+            raise ValueError(refuse_without_memory(name, tensor))
 
 
 def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout) -> None:

@@ -135,6 +135,15 @@ def refuse(name: str, got: str, needs: str) -> str:
     return f"flash_kda.fwd: {name}: got {got}; needs {needs}"
 
 
+def refuse_without_memory(name: str, tensor: Tensor) -> str:
+    """The same for a tensor of FakeTensorMode, make_fx, vmap or functionalize."""
+    return refuse(
+        name,
+        f"a {type(tensor).__name__} without memory (fake, traced or transformed)",
+        "a tensor that holds data; what is recorded or faked can be torch.ops.flash_kda.fwd",
+    )
+
+
 def shown(value: object) -> str:
     """A value as an error shows it: whatever it is, on one line of bounded length."""
     try:
@@ -256,6 +265,8 @@ def _check_kind(position: int, tensor: object) -> None:
         raise ValueError(refuse(name, "a nested tensor", needs + " (pack it with cu_seqlens)"))
     if tensor.layout != torch.strided:
         raise ValueError(refuse(name, f"a tensor of layout {tensor.layout}", needs))
+    if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())):
+        raise ValueError(refuse_without_memory(name, tensor))
     if tensor.is_quantized:
         raise TypeError(refuse(name, f"a quantized tensor ({tensor.dtype})", needs))
     if tensor.is_neg() or tensor.is_conj():

@@ -11,6 +11,8 @@ import pytest
 import torch
 from cases import make_case, same_bits
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_kda
@@ -404,6 +406,104 @@ def test_transforms_that_differentiate_something_else(rng: cases.Random) -> None
 
     torch.testing.assert_close(torch.func.grad(weighted)(weight), expected)
     torch.testing.assert_close(torch.func.jvp(weighted, (weight,), (weight,))[1], 2 * expected)
+
+
+def forms(rng: cases.Random) -> tuple[dict[str, Callable[[Tensor], Tensor]], Tensor]:
+    """The three ways to call, as functions of q, and a q."""
+    case = make_case(rng, tokens=20, initial_state=None)
+    rest = (case.A_log, case.dt_bias, case.lower_bound)
+
+    def into(call: Callable[..., Any], q: Tensor) -> Tensor:
+        out = torch.zeros_like(q)
+        call(q, case.k, case.v, case.g, case.beta, case.scale, out, *rest)
+        return out
+
+    def function(q: Tensor) -> Tensor:
+        return flash_kda.chunk_kda(
+            *(q, case.k, case.v, case.g, case.beta, case.scale),
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=case.lower_bound,
+            A_log=case.A_log,
+            dt_bias=case.dt_bias,
+        )[0]
+
+    return {
+        "fwd": lambda q: into(flash_kda.fwd, q),
+        "chunk_kda": function,
+        "operator": lambda q: into(OPERATOR, q),
+    }, case.q
+
+
+def fake(function: Callable[[Tensor], Tensor], q: Tensor) -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return function(mode.from_tensor(q))
+
+
+RECORDED: dict[str, Any] = {
+    f"make_fx {mode}": lambda f, q, mode=mode: make_fx(
+        f, tracing_mode=mode, _allow_non_fake_inputs=True
+    )(q)(q)
+    for mode in ("real", "fake", "symbolic")
+}
+RECORDED |= {
+    "jit.trace": lambda f, q: torch.jit.trace(f, (q,))(q),
+}
+WITHOUT_MEMORY: dict[str, Any] = {
+    "fake": fake,
+    "vmap": lambda f, q: torch.func.vmap(f)(q[None]),
+    "functionalize": lambda f, q: torch.func.functionalize(f)(q),
+    **{name: RECORDED[name] for name in ("make_fx fake", "make_fx symbolic")},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", RECORDED)
+def test_other_tracers_record_the_operator(rng: cases.Random, name: str) -> None:
+    functions, q = forms(rng)
+    assert same_bits(RECORDED[name](functions["operator"], q), functions["fwd"](q))
+
+
+def test_operator_with_fake_tensors(rng: cases.Random) -> None:
+    functions, q = forms(rng)
+    out = fake(functions["operator"], q)
+    assert isinstance(out, FakeTensor) and out.shape == q.shape
+
+
+@pytest.mark.parametrize("form", ["fwd", "chunk_kda"])
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_eager_calls_in_other_tracers(rng: cases.Random, name: str, form: str) -> None:
+    functions, q = forms(rng)
+    message = r"q: got a \w+ without memory \(fake, .*; needs .*torch\.ops\.flash_kda\.fwd"
+    with pytest.raises(ValueError, match=message):
+        WITHOUT_MEMORY[name](functions[form], q)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("form", ["fwd", "chunk_kda"])
+def test_eager_calls_in_jit_trace(rng: cases.Random, form: str) -> None:
+    """Its tensors have memory; the call would not be recorded."""
+    functions, q = forms(rng)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"jit\.trace follows; needs torch\.ops\.flash_kda"):
+            torch.jit.trace(functions[form], (q,))
+        for _ in range(8):
+            functions[form](q)  # metadata that recur are found in another way
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vmap", "Batching rule not implemented for flash_kda::fwd"),
+        ("functionalize", "custom .* operator whose output has alias annotations: flash_kda::fwd"),
+    ],
+)
+def test_transforms_that_the_operator_lacks(rng: cases.Random, name: str, message: str) -> None:
+    """What docs/troubleshooting.md says of them."""
+    functions, q = forms(rng)
+    with pytest.raises(RuntimeError, match=message):
+        WITHOUT_MEMORY[name](functions["operator"], q)
 
 
 def test_operator_refuses_gradients_given_by_name(rng: cases.Random) -> None:
