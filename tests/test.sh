@@ -27,6 +27,7 @@ require_compiler
 base=$(require_python)
 environment=$PWD/build/test-venv
 tools=$PWD/build/compilers
+fla=$PWD/build/test-fla
 make_venv "$base" "$environment"
 python=$environment/bin/python
 gpus=$("$python" -m build_tools.gpus || true)
@@ -39,11 +40,16 @@ if [[ "$(cat "$environment/wanted" 2>/dev/null)" != "$wanted" ]]; then
   say "Setting up $environment"
   install -r requirements/test.txt -r requirements/lint.txt -r requirements/docs.txt \
     -r requirements/wheels.txt -r requirements/workflows.txt 'torch>=2.4'
+  needed=(-r requirements/fla.txt)
+  "$python" -c 'import triton' 2>/dev/null || needed+=(-r requirements/triton.txt)
+  rm -rf "$fla"
+  install --no-deps --target "$fla" "${needed[@]}"
   echo "$wanted" >"$environment/wanted"
 fi
 install_compilers "$python" "$tools"
 FLASH_KDA_TEST_TOOLS=$(compilers_path "$tools")
 export FLASH_KDA_TEST_TOOLS
+export FLASH_KDA_TEST_FLA=$fla
 
 archs=90a,100a${gpus:+,$gpus}
 say "Building and installing flash-kda for $archs"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import build_support
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,3 +120,33 @@ def test_environment_is_named_with_its_own_python(checkout: Path) -> None:
     again = bash(checkout, "-c", code, "/nowhere/python")
     assert again.returncode == 0, again.stderr
     assert version in again.stdout and "already there" in again.stdout
+
+
+def test_clangd_in_a_copy_of_the_checkout(tmp_path: Path) -> None:
+    """The folders that it names are there; nothing is downloaded."""
+    from build_tools import clangd
+
+    reason = build_support.why_no_build(clangd.CUDA)
+    if reason:
+        pytest.skip(f"would download headers: {reason}")
+    folder = build_support.copy_sources(tmp_path / "flash kda")
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    changes = {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "FLASH_KDA_CUTLASS_DIR": None}
+    done = subprocess.run(
+        ["bash", "scripts/setup_clangd.sh"],
+        cwd=folder,
+        env=build_support.environment(**changes),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "Installing headers" in done.stdout:  # what lies in the checkout itself is not in the copy
+        pytest.skip(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (folder / ".clangd").read_text(encoding="utf-8")
+    includes = [Path(x) for x in re.findall(r"- -I(.+)$", text, re.MULTILINE)]
+    (cuda,) = re.findall(r"--cuda-path=(.+)$", text, re.MULTILINE)
+    assert includes[0] == folder / "csrc"
+    assert all(x.is_dir() for x in includes)
+    assert any((x / "cutlass" / "cutlass.h").exists() for x in includes)
+    assert (Path(cuda) / "include" / "cuda_runtime.h").exists()
