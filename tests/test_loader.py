@@ -239,7 +239,9 @@ def test_old_drivers(
     if allowed is not None:
         monkeypatch.setenv("FLASH_KDA_ALLOW_OLD_DRIVER", allowed)
     machine.error(
-        errors.DriverTooOldError, "575+", "580+", "FLASH_KDA_ALLOW_OLD_DRIVER", "Found: ", *parts
+        errors.DriverTooOldError,
+        *("575+", "580+", "FLASH_KDA_ALLOW_OLD_DRIVER", "FLA_FLASH_KDA=0", "Found: "),
+        *parts,
     )
 
 

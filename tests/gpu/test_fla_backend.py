@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,23 @@ def test_other_calls_stay_with_fla(
     with torch.set_grad_enabled(flag == "gradients"), pytest.raises(Stayed):
         route(chunk_kda, case, **changes)
     assert not hits
+
+
+def test_newer_name_of_the_state_layout_in_0_5_0(
+    rng: cases.Random,
+    chunk_kda: Callable[..., Any],
+    hits: list[dict[str, Any]],
+    stays: None,
+) -> None:
+    """That release ignores it, as README and docs/fla.md say; later ones hand the call over."""
+    case = variant(rng, "no_state")
+    changes = {"state_v_first": True}
+    older = version() == (0, 5, 0)
+    if older:
+        changes["transpose_state_layout"] = False  # the default of that release
+    with torch.inference_mode(), pytest.raises(Stayed) if older else nullcontext():
+        route(chunk_kda, case, **changes)
+    assert len(hits) == (not older)
 
 
 @pytest.mark.cuda
