@@ -7,7 +7,7 @@ reason: nothing is approximated, and no option is ignored that would change the 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -113,9 +113,9 @@ def chunk_kda(
         state_v_first,
         use_graph,
     )
-    for name, flag in zip(_FLAGS, flags, strict=True):
+    for flag in flags:
         if flag is not True and flag is not False:
-            raise TypeError(_refuse(name, shown(flag), "True or False"))
+            _refuse_flags(flags)
     if transpose_state_layout is not None:
         if transpose_state_layout is not True and transpose_state_layout is not False:
             raise TypeError(
@@ -189,19 +189,23 @@ def chunk_kda(
                 "[N, H, V, K]; convert one of [N, H, K, V] with .mT.contiguous()",
             )
         )
-    _check_dimensions("q", q, 4, "[B, T, H, 128]")
-    _check_dimensions("v", v, 4, "[B, T, H, 128]")
-    if q.shape[2] != v.shape[2]:
+    if not isinstance(q, Tensor) or q.is_nested or q.dim() != 4:
+        _refuse_dimensions("q", q, "a torch.Tensor", "4 dimensions, [B, T, H, 128]")
+    if not isinstance(v, Tensor) or v.is_nested or v.dim() != 4:
+        _refuse_dimensions("v", v, "a torch.Tensor", "4 dimensions, [B, T, H, 128]")
+    sequences, _, heads, _ = v.shape
+    if q.shape[2] != heads:
         raise ValueError(
             _refuse(
                 "v",
-                f"{v.shape[2]} heads while q has {q.shape[2]}",
+                f"{heads} heads while q has {q.shape[2]}",
                 "as many: the kernels have no grouped value heads; repeat q and k",
             )
         )
-    sequences = v.shape[0]
     if cu_seqlens is not None:
-        _check_dimensions("cu_seqlens", cu_seqlens, 1, "[N + 1]", " or None")
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
+            needs = "one dimension, [N + 1]"
+            _refuse_dimensions("cu_seqlens", cu_seqlens, "a torch.Tensor or None", needs)
         sequences = cu_seqlens.shape[0] - 1
         if sequences < 0:
             raise ValueError(_refuse("cu_seqlens", "no entries", "N + 1 entries: at least 1"))
@@ -219,7 +223,7 @@ def chunk_kda(
     out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
     final_state = None
     if output_final_state:
-        shape = (sequences, v.shape[2], HEAD_DIM, HEAD_DIM)
+        shape = (sequences, heads, HEAD_DIM, HEAD_DIM)
         final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
     fwd(
         q,
@@ -240,16 +244,19 @@ def chunk_kda(
     return out, final_state
 
 
-def _check_dimensions(name: str, value: object, count: int, form: str, other: str = "") -> None:
-    """What is asked for a size here has to have it; ``fwd`` checks all else."""
+def _refuse_flags(flags: tuple[object, ...]) -> NoReturn:
+    wrong = (x for x in zip(_FLAGS, flags, strict=True) if x[1] is not True and x[1] is not False)
+    name, flag = next(wrong)
+    raise TypeError(_refuse(name, shown(flag), "True or False"))
+
+
+def _refuse_dimensions(name: str, value: object, kind: str, form: str) -> NoReturn:
+    """A size is asked of it here; ``fwd`` checks all else."""
     if not isinstance(value, Tensor):
-        got = f"a value of type {type(value).__name__}"
-        raise TypeError(_refuse(name, got, f"a torch.Tensor{other}"))
+        raise TypeError(_refuse(name, f"a value of type {type(value).__name__}", kind))
     if value.is_nested:
         raise ValueError(_refuse(name, "a nested tensor", "an ordinary strided tensor"))
-    if value.dim() != count:
-        needs = f"{count} dimension{'s' if count > 1 else ''}, {form}"
-        raise ValueError(_refuse(name, f"shape {list(value.shape)}", needs))
+    raise ValueError(_refuse(name, f"shape {list(value.shape)}", form))
 
 
 def _refuse(name: str, got: object, needs: str) -> str:
