@@ -250,7 +250,7 @@ class Launcher:
 
 
 _launcher: Launcher | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a call of a signal handler may interrupt its thread's own
 
 
 def launcher() -> Launcher:
@@ -263,7 +263,9 @@ def launcher() -> Launcher:
     if _launcher is None:
         with _lock:
             if _launcher is None:
-                _launcher = _open_installed()
+                opened = _open_installed()
+                if _launcher is None:  # else by a call that interrupted this one
+                    _launcher = opened
     return _launcher
 
 
@@ -329,7 +331,7 @@ def open_module(image: bytes, device: int) -> int:
 def _renew_lock_after_fork() -> None:
     """In a forked child: another thread of the parent may have held the lock."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -222,7 +222,9 @@ def module_for(device: torch.device) -> Module:
         with _lock:
             module = _modules.get(index)
             if module is None:
-                module = _modules[index] = _load(index)
+                loaded = _load(index)
+                # Another, if a call that interrupted this one has loaded it meanwhile.
+                module = _modules.setdefault(index, loaded)
     return module
 
 
@@ -329,14 +331,14 @@ def _is_complete(cubin: bytes) -> bool:
 
 
 _modules: dict[int, Module] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a call of a signal handler may interrupt its thread's own
 
 
 def _forget_after_fork() -> None:
     """In a forked child: handles of the parent mean nothing, and another thread held the lock."""
     global _lock
     _modules.clear()
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

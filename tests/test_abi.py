@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import re
+import signal
 import struct
 import threading
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 import native
 import pytest
 import torch
+from interrupts import handler, held_by_another_thread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_kda import abi, arguments, cpu, driver, errors, loader, ops
@@ -177,6 +180,35 @@ def test_a_call_that_interrupts_another_has_its_own_arguments(
     for _ in range(2):
         assert {name: stand_in.last(name) for name in stand_in.fields} == expected
         forward(stand_in.launcher)
+
+
+def test_a_call_that_interrupts_the_opening_of_the_launcher(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the other, and both use one launcher."""
+    opened: list[abi.Launcher] = []
+    interrupting: list[abi.Launcher] = []
+
+    def open_installed() -> abi.Launcher:
+        opened.append(abi.Launcher(stand_in.path))
+        if len(opened) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return opened[-1]
+
+    monkeypatch.setattr(abi, "_launcher", None)
+    monkeypatch.setattr(abi, "_open_installed", open_installed)
+    with handler(lambda: interrupting.append(abi.launcher())):
+        launcher = abi.launcher()
+    assert interrupting == [launcher] and abi.launcher() is launcher
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    with held_by_another_thread(abi._lock):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if abi._lock.acquire(timeout=1) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_threads_have_their_own_arguments(stand_in: StandIn) -> None:

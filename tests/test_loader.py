@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import struct
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import native
 import pytest
 import torch
+from interrupts import handler, held_by_another_thread
 
 from flash_kda import abi, driver, errors, loader, manifest
 
@@ -679,6 +681,24 @@ def test_threads_load_once(machine: Machine) -> None:
     assert len(machine.opened) == 1
 
 
+def test_a_call_that_interrupts_loading(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a signal handler may: neither waits for the other, and both use one module."""
+    interrupting: list[loader.Module] = []
+
+    def open_module(image: bytes, device: int) -> int:
+        if not machine.opened:
+            machine.open_module(image, device)
+            signal.raise_signal(signal.SIGUSR1)
+            return 1
+        return machine.open_module(image, device) + 1
+
+    monkeypatch.setattr(abi, "open_module", open_module)
+    with handler(lambda: interrupting.append(machine.load())):
+        module = machine.load()
+    assert interrupting[0] is module and machine.load() is module
+    assert len(machine.opened) == 2
+
+
 @pytest.mark.parametrize(
     "value", ["GPU-nonsense,7,-1", "MIG-2f3b4c5d-0000-1111-2222-333344445555", "", "1"]
 )
@@ -714,7 +734,7 @@ def test_a_process_forked_after_import_loads_for_itself(machine: Machine, count:
 
 def test_a_forked_child_starts_empty(machine: Machine) -> None:
     machine.load()
-    with loader._lock:  # as if another thread were loading
+    with held_by_another_thread(loader._lock):  # as if it were loading
         child = os.fork()
         if child == 0:
             os._exit(0 if not loader._modules and loader._lock.acquire(timeout=1) else 1)
