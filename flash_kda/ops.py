@@ -13,7 +13,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from . import abi, cpu, library, loader
+from . import abi, cpu, library, loader, versions
 from .arguments import check, check_workspace_size, not_a_flag, scalars
 from .layout import (
     INDICES,
@@ -223,21 +223,25 @@ def run(
     if beta_is_logits is not True and beta_is_logits is not False:
         raise not_a_flag(beta_is_logits)
     on_cuda = layout.on_cuda
-    if on_cuda and not _environment.get(_check_key):
-        _forward_cuda(layout, pointers, scale, lower_bound, workspace, beta_is_logits)
-        return
-    tensors = (
-        *(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens),
-        *(state_indices, checkpoint_offsets, checkpoint_states, workspace),
-    )
-    if on_cuda:
+    if not on_cuda or _environment.get(_check_key):
+        tensors = (
+            *(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens),
+            *(state_indices, checkpoint_offsets, checkpoint_states, workspace),
+        )
+        if not on_cuda:
+            _check_on_cpu(layout, workspace)
+            # A compiled graph cannot enter or leave inference mode.
+            with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
+                cpu.forward(layout, tensors, scale, lower_bound, beta_is_logits)
+            return
         _check_on_host(layout, tensors)
-        _forward_cuda(layout, pointers, scale, lower_bound, workspace, beta_is_logits)
-        return
-    _check_on_cpu(layout, workspace)
-    # A compiled graph cannot enter or leave inference mode.
-    with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
-        cpu.forward(layout, tensors, scale, lower_bound, beta_is_logits)
+    _forward_cuda(layout, pointers, scale, lower_bound, workspace, beta_is_logits)
+    written: tuple[Tensor, ...] = (out,) if final_state is None else (out, final_state)
+    if checkpoint_states is not None:
+        written += (checkpoint_states,)
+    if workspace is not None:
+        written += (workspace,)
+    versions.wrote(written)
 
 
 _operator = library.register(run)

@@ -19,7 +19,7 @@ import torch
 from interrupts import handler, held_by_another_thread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_kda import abi, arguments, cpu, driver, errors, loader, ops
+from flash_kda import abi, arguments, cpu, driver, errors, loader, ops, versions
 
 POINTERS = tuple(range(1, 16))
 GEOMETRY = tuple(range(101, 135))
@@ -399,6 +399,65 @@ def test_what_a_gpu_call_hands_over(gpu_call: GpuCall, stand_in: StandIn) -> Non
     assert [stand_in.last(name) for name in kinds] == [1, 3, 4, 1, 2, 5, 0, 0, 0]
     assert stand_in.last("beta_is_logits") == 1
     assert stand_in.last("path") == -1
+
+
+_WRITTEN = ("out", "final_state", "checkpoint_states", "workspace")
+
+
+def _writing_call() -> dict[str, Any]:
+    """A call that writes all that a call may write."""
+    buffer = torch.zeros(500256, dtype=torch.uint8)
+    return {
+        **_call(),
+        "out": torch.zeros(1, 20, 3, 128, dtype=torch.bfloat16),
+        "cu_seqlens": torch.tensor([0, 20, 20, 20, 20]),
+        "checkpoint_offsets": torch.tensor([16]),
+        "checkpoint_states": torch.zeros(1, 3, 128, 128),
+        "workspace": buffer[-buffer.data_ptr() % 256 :],
+    }
+
+
+def _versions(call: dict[str, Any]) -> dict[str, int]:
+    tensors = {name: x for name, x in call.items() if isinstance(x, torch.Tensor)}
+    return {name: x._version for name, x in tensors.items() if not x.is_inference()}
+
+
+@pytest.mark.parametrize("execute", [ops.fwd, torch.ops.flash_kda.fwd])
+def test_writes_are_told_to_autograd(gpu_call: GpuCall, execute: Any) -> None:
+    call = _writing_call()
+    gpu_call(**call)
+    before = _versions(call)
+    execute(**call)
+    after = _versions(call)
+    assert {name for name in before if after[name] > before[name]} == set(_WRITTEN)
+    few = {**call, **dict.fromkeys((*_WRITTEN[1:], "checkpoint_offsets"))}
+    gpu_call(**few)
+    assert few["out"]._version > after["out"]
+
+
+def test_a_result_that_is_overwritten_before_the_backward_pass(gpu_call: GpuCall) -> None:
+    """Its gradients would be those of other values."""
+    call = _writing_call()
+    weight = torch.ones(128, requires_grad=True)
+    for name in ("out", "final_state", "checkpoint_states"):
+        loss = (call[name] * weight).sum()
+        gpu_call(**call)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("wrote", [versions.wrote, versions._one_by_one])
+@pytest.mark.parametrize("inside", [False, True])
+def test_inference_tensors_have_no_version(
+    gpu_call: GpuCall, monkeypatch: pytest.MonkeyPatch, wrote: Any, inside: bool
+) -> None:
+    monkeypatch.setattr(versions, "wrote", wrote)
+    with torch.inference_mode():
+        call = _writing_call()
+    call["out"] = torch.zeros(1, 20, 3, 128, dtype=torch.bfloat16)
+    with torch.inference_mode(inside):
+        gpu_call(**call)
+    assert call["out"]._version == 1
 
 
 def test_absent_tensors_are_zero(gpu_call: GpuCall, stand_in: StandIn) -> None:
