@@ -49,7 +49,8 @@ def load(cache: Path, name: str) -> Compiled | None:
     try:
         entry = json.loads(read_regular(cache / f"{name}.json", _LARGEST_ENTRY))
         found = Compiled(base64.b85decode(entry["cubin"]), entry["log"])
-        intact = entry["sha256"] == _digest(found)
+        # Its name alone could be another entry's, of another target.
+        intact = entry["key"] == name and entry["sha256"] == _digest(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     # What was hashed may itself have been nonsense.
@@ -63,6 +64,7 @@ def store(cache: Path, name: str, compiled: Compiled) -> None:
         BuildError: the folder cannot be written.
     """
     entry = {
+        "key": name,
         "sha256": _digest(compiled),
         "log": compiled.log,
         "cubin": base64.b85encode(compiled.cubin).decode(),

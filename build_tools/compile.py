@@ -98,7 +98,7 @@ def compile_targets(
         flags = [*options(target), *extra_options]
         name = cache.key({**inputs, "options": flags, "target": target})
         found = cache.load(cache_dir, name)
-        if found is None:
+        if found is None or not is_for(target, found.cubin):
             report(f"sm_{target}: compiling with NVRTC {tools.version}")
             found = _run_nvrtc(tools, headers, csrc, flags, target)
             cache.store(cache_dir, name, found)
@@ -108,6 +108,17 @@ def compile_targets(
 
     with ThreadPoolExecutor(jobs or _parallel_jobs()) as pool:
         return list(pool.map(one, targets))
+
+
+def is_for(target: str, cubin: bytes) -> bool:
+    """Whether a cubin's header names the architecture of a target (which leaves out a and f)."""
+    if len(cubin) < 52 or not cubin.startswith(b"\x7fELF"):
+        return False
+    flags = int.from_bytes(cubin[48:52], "little")
+    # The number lies in the lowest byte, since version 8 of the ABI in the next one.
+    number = flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
+    major, minor = package_module("targets").target_capability(target)
+    return number == 10 * major + minor
 
 
 def _describe(target: str, found: cache.Compiled, *, from_cache: bool) -> Cubin:
@@ -165,8 +176,8 @@ def _run_nvrtc(
         if slow := ptxas_log.slow_code(answer["log"]):
             raise BuildError(f"sm_{target}: the compiler warns of slow code: {slow[0]}")
         data = output.read_bytes()
-    if not data.startswith(b"\x7fELF"):
-        raise BuildError(f"sm_{target}: NVRTC {tools.version} produced no cubin")
+    if not is_for(target, data):
+        raise BuildError(f"sm_{target}: NVRTC {tools.version} produced no cubin for it")
     return cache.Compiled(data, answer["log"])
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from . import cache, cutlass, launcher, toolkit
 from .common import CSRC, BuildError, csrc_hash, hash_bytes
-from .compile import Cubin
+from .compile import Cubin, is_for
 from .ptxas_log import KernelResources
 
 VARIABLE = "FLASH_KDA_PREBUILT"
@@ -126,6 +126,10 @@ def read(
     for target in targets:
         entry = made[target]
         data = _contents(folder / entry["file"], entry["sha256"])
+        if not is_for(target, data):
+            raise BuildError(
+                f"{VARIABLE}: {folder / entry['file']} is no cubin for {target}: make it again"
+            )
         kernels = [KernelResources(**kernel) for kernel in entry["kernels"]]
         cubins.append(Cubin(target, data, kernels, log="", from_cache=True))
     place = root / f"launcher-{machine()}"

@@ -273,7 +273,8 @@ def test_damaged_cache_entries_are_compiled_again(tiny: Path, tmp_path: Path) ->
         """An entry of which the hash is right."""
         both = hash_bytes(data).encode() + (log or "").encode()
         text = base64.b85encode(data).decode()
-        return json.dumps({"cubin": text, "log": log, "sha256": hash_bytes(both)}).encode()
+        values = {"key": entry.stem, "cubin": text, "log": log, "sha256": hash_bytes(both)}
+        return json.dumps(values).encode()
 
     assert json.loads(hashed(first.data, good["log"])) == good
     for damage in (
@@ -286,6 +287,8 @@ def test_damaged_cache_entries_are_compiled_again(tiny: Path, tmp_path: Path) ->
         json.dumps({**good, "log": ""}).encode(),
         json.dumps({**good, "log": good["log"].replace("registers", "r")}).encode(),
         json.dumps({**good, "cubin": 5}).encode(),
+        json.dumps({**good, "key": "0" * 64}).encode(),
+        json.dumps({name: x for name, x in good.items() if name != "key"}).encode(),
         hashed(b"", good["log"]),
         hashed(b"not ELF", good["log"]),
         hashed(first.data, ""),
@@ -304,6 +307,31 @@ def test_damaged_cache_entries_are_compiled_again(tiny: Path, tmp_path: Path) ->
         assert not again.from_cache
         assert again.data == first.data
         assert compile.compile_targets(("90a",), csrc=tiny, cache_dir=store)[0].from_cache
+
+
+@needs_compiler
+def test_a_cache_entry_of_another_target_is_not_taken(tiny: Path, tmp_path: Path) -> None:
+    """As one that was copied to this one's name, even with this one's key inside."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    compile.compile_targets(("90a",), csrc=tiny, cache_dir=first)
+    wanted = compile.compile_targets(("120a",), csrc=tiny, cache_dir=second)[0]
+    (other,), (entry,) = first.iterdir(), second.iterdir()
+    copied = json.loads(other.read_text())
+    for wrong in (copied, {**copied, "key": entry.stem}):
+        entry.write_text(json.dumps(wrong))
+        made = compile.compile_targets(("120a",), csrc=tiny, cache_dir=second)[0]
+        assert not made.from_cache and made.data == wanted.data
+        assert compile.compile_targets(("120a",), csrc=tiny, cache_dir=second)[0].from_cache
+
+
+@needs_compiler
+def test_the_architecture_in_a_cubin(tiny: Path, tmp_path: Path) -> None:
+    known = package_module("targets").KNOWN
+    for made in compile.compile_targets(known, csrc=tiny, cache_dir=tmp_path / "cache"):
+        found = [target for target in known if compile.is_for(target, made.data)]
+        assert found == [target for target in known if target[:-1] == made.target[:-1]]
+    for data in (b"", b"\x7fELF", bytes(100)):
+        assert not compile.is_for("90a", data)
 
 
 @needs_compiler

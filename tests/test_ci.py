@@ -194,6 +194,10 @@ def test_spoiled_parts(parts: Path, spoil: Callable[[Path], object], part: str) 
 def test_missing_parts(parts: Path) -> None:
     with pytest.raises(BuildError, match="no cubin for 100a"):
         prebuilt.read(parts, ["90a", "100a"], environ={})
+    record = parts / "cubins-12.9" / "cubins.json"
+    record.write_text(record.read_text().replace('"target": "90a"', '"target": "100a"'))
+    with pytest.raises(BuildError, match=r"flash_kda\.sm_90a\.cubin is no cubin for 100a"):
+        prebuilt.read(parts, ["100a"], environ={})
     with pytest.raises(BuildError, match=r"cubins-13.0"):
         prebuilt.read(parts, ["90a"], environ={"FLASH_KDA_CUDA": "13.0"})
     assert prebuilt.directory({"FLASH_KDA_PREBUILT": " "}) is None
