@@ -47,7 +47,9 @@ def device_argument(text: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _integer(least: int, most: int) -> Callable[[str], int]:
+def integer_argument(least: int, most: int) -> Callable[[str], int]:
+    """What reads an integer in a range from a command line."""
+
     def parse(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
@@ -67,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--heads",
-        type=_integer(1, MAX_HEADS),
+        type=integer_argument(1, MAX_HEADS),
         help="number of heads (default: 32, on the CPU 4)",
     )
     parser.add_argument(
-        "--seed", type=_integer(0, 2**63 - 1), default=0, help="seed of the random inputs"
+        "--seed", type=integer_argument(0, 2**63 - 1), default=0, help="seed of the random inputs"
     )
 
 

@@ -28,10 +28,12 @@ sys.path.append(str(ROOT))
 
 import accuracy_report  # noqa: E402
 import bench_facts  # noqa: E402
+import documents  # noqa: E402
+import outputs  # noqa: E402
 from bench_fla import FLA  # noqa: E402
 
 import flash_kda  # noqa: E402
-from flash_kda.demo import device_argument  # noqa: E402
+from flash_kda.demo import MAX_HEADS, device_argument, integer_argument  # noqa: E402
 from flash_kda.reference import recurrent_kda  # noqa: E402
 
 WIDTH = 128
@@ -149,16 +151,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", type=device_argument, help="cpu or cuda (default: cuda when present)"
     )
-    parser.add_argument("--heads", type=int, help="default: 8, on the CPU 2")
-    parser.add_argument("--max-tokens", type=int, help="longest sequence (default: 16384, CPU 256)")
+    parser.add_argument(
+        "--heads", type=integer_argument(1, MAX_HEADS), help="default: 8, on the CPU 2"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=integer_argument(1, 2**24),
+        help="longest sequence (default: 16384, CPU 256)",
+    )
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
     parser.add_argument("--publish", action="store_true", help="write JSON, plot and page")
     parser.add_argument("--report", type=Path, help="write plot and page from this JSON only")
     arguments = parser.parse_args(argv)
-    if arguments.report:
-        accuracy_report.write(ROOT, json.loads(arguments.report.read_text(encoding="utf-8")))
-        return 0
+    try:
+        if arguments.report:
+            schema = accuracy_report.SCHEMA
+            document = documents.read(arguments.report, schema, "accuracy.py")
+        else:
+            document = measure_all(arguments)
+            if not arguments.publish:
+                return 0
+            documents.check(document, accuracy_report.SCHEMA)
+            name = f"accuracy_{document['gpu_short'].lower()}.json"
+            outputs.write(ROOT / "docs" / "data" / name, json.dumps(document, indent=1) + "\n")
+        accuracy_report.write(ROOT, document)
+    except (OSError, ValueError) as error:
+        print(f"accuracy.py: {error}", file=sys.stderr)
+        return 2
+    return 0
 
+
+def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print every point of every sweep; returns the JSON document."""
     device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
     heads = arguments.heads or (8 if on_cuda else 2)
@@ -176,13 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = {"sweep": sweep, "point": point, **measure(make, beside)}
         document["rows"].append(row)
         print(accuracy_report.line(row), flush=True)
-    if arguments.publish:
-        name = document["gpu_short"].lower()
-        path = ROOT / "docs" / "data" / f"accuracy_{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        accuracy_report.write(ROOT, document)
-    return 0
+    return document
 
 
 if __name__ == "__main__":

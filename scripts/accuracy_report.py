@@ -8,11 +8,29 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import documents
+import outputs
+from documents import COUNT, ERROR, LABEL, NAME, Maybe
+
 BEGIN = "<!-- accuracy: written by scripts/accuracy.py -->"
 END = "<!-- end of accuracy -->"
 SERIES = {"flash_kda": ("flash-kda", "#1f6f8b"), "fla": ("FLA (Triton)", "#e07a3f")}
 RESULTS = {"out": "out", "final_state": "final state"}
 PANEL, HEIGHT, GAP, LEFT, TOP = 330, 190, 70, 60, 90
+
+_ERRORS = {name: Maybe(ERROR) for name in RESULTS}
+SCHEMA = {
+    "gpu": LABEL,
+    "gpu_short": NAME,
+    "device": LABEL,
+    "flash_kda": LABEL,
+    "fla": Maybe(LABEL),
+    "torch": LABEL,
+    "heads": COUNT,
+    "date": LABEL,
+    "commit": LABEL,
+    "rows": [{"sweep": LABEL, "point": LABEL, "flash_kda": _ERRORS, "fla?": _ERRORS}],
+}
 
 Row = dict[str, Any]
 
@@ -28,16 +46,17 @@ def line(row: Row) -> str:
 
 
 def write(root: Path, document: dict[str, Any]) -> None:
-    """Write docs/assets/accuracy_<gpu>.svg and the part of docs/accuracy.md between the markers."""
+    """Write docs/assets/accuracy_<gpu>.svg and the part of docs/accuracy.md between the markers.
+
+    Raises:
+        ValueError: the page has no markers; nothing has been written then.
+        OSError: a file cannot be written.
+    """
     name = f"accuracy_{document['gpu_short'].lower()}"
-    svg = root / "docs" / "assets" / f"{name}.svg"
-    svg.parent.mkdir(parents=True, exist_ok=True)
-    svg.write_text(plot(document), encoding="utf-8")
     page = root / "docs" / "accuracy.md"
-    text = page.read_text(encoding="utf-8")
-    begin, end = text.index(BEGIN), text.index(END)
-    block = "\n".join([BEGIN, *_section(document, name), END])
-    page.write_text(text[:begin] + block + text[end + len(END) :], encoding="utf-8")
+    text = documents.between(page, BEGIN, END, "\n".join(_section(document, name)))
+    outputs.write(root / "docs" / "assets" / f"{name}.svg", plot(document))
+    outputs.write(page, text)
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -35,6 +36,7 @@ import bench_cases  # noqa: E402
 import bench_facts  # noqa: E402
 import bench_report  # noqa: E402
 import bench_tune  # noqa: E402
+import outputs  # noqa: E402
 from bench_fla import FLA  # noqa: E402
 from bench_timing import REST_S, Clock  # noqa: E402
 
@@ -53,7 +55,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", help="case names or globs, comma-separated (default: all)")
     parser.add_argument("--states", choices=("fp32", "bf16", "both"), default="both")
     parser.add_argument("--list", action="store_true", help="print the names of the standard cases")
-    parser.add_argument("--json", type=Path, help="write the measurements to this file as well")
+    parser.add_argument(
+        "--json", type=outputs.argument, help="write the measurements to this file as well"
+    )
     parser.add_argument("--warmup", type=int, default=10, help="calls before each measurement")
     parser.add_argument("--iters", type=int, default=50, help="timed calls per repeat")
     parser.add_argument(
@@ -111,8 +115,10 @@ def pick_device(asked: torch.device | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """In the 2-norm; None when something is not finite, which JSON has no number for."""
+    difference = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
+    return difference if math.isfinite(difference) else None
 
 
 def measure_fla(fla: FLA, inputs: dict[str, Any], clock: Clock, repeats: int) -> dict[str, Any]:
@@ -187,11 +193,7 @@ def row_line(row: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Replace ``path`` in one step, so that an interrupted run leaves the last complete state."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    outputs.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def kept_rows(path: Path, result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -104,11 +104,11 @@ class Case:
 
 def parse_case(name: str) -> Case:
     """Build the case a name describes; ValueError when it describes none."""
-    if match := re.fullmatch(r"mixed_h(\d+)", name):
+    if match := re.fullmatch(r"mixed_h(\d{1,9})", name, re.ASCII):
         case = Case(name, MIXED, int(match[1]))
-    elif match := re.fullmatch(r"n1_h(\d+)_t(\d+)", name):
+    elif match := re.fullmatch(r"n1_h(\d{1,9})_t(\d{1,9})", name, re.ASCII):
         case = Case(name, (int(match[2]),), int(match[1]))
-    elif match := re.fullmatch(r"n(\d+)x(\d+)_h(\d+)", name):
+    elif match := re.fullmatch(r"n(\d{1,6})x(\d{1,9})_h(\d{1,9})", name, re.ASCII):
         case = Case(name, (int(match[2]),) * int(match[1]), int(match[3]))
     else:
         raise ValueError(

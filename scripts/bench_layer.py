@@ -26,10 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import bench_facts  # noqa: E402
+import documents  # noqa: E402
+import outputs  # noqa: E402
 from bench_fla import fla_version  # noqa: E402
 from bench_timing import Clock  # noqa: E402
+from documents import COUNT, ERROR, LABEL, NAME, TIME, Maybe  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda.demo import integer_argument  # noqa: E402
 
 BEGIN = "<!-- layer table: written by scripts/bench_layer.py -->"
 END = "<!-- end of layer table -->"
@@ -37,6 +41,22 @@ PAGE = Path("docs") / "performance.md"
 # Hidden size and heads: a share of a layer that is split over GPUs, and two whole layers.
 SIZES = ((4096, 8), (4096, 32), (8192, 64))
 SWITCH = "FLA_FLASH_KDA"
+SCHEMA = {
+    "gpu": LABEL,
+    "gpu_short?": NAME,
+    "flash_kda": LABEL,
+    "fla": Maybe(LABEL),
+    "torch": LABEL,
+    "date": LABEL,
+    "commit": LABEL,
+    "rows": [
+        {
+            **dict.fromkeys(("tokens", "hidden", "heads"), COUNT),
+            **dict.fromkeys(("fla_ms", "flash_kda_ms"), TIME),
+            "difference": ERROR,
+        }
+    ],
+}
 
 
 class Watch:
@@ -103,28 +123,42 @@ def table(document: dict[str, Any]) -> list[str]:
 
 def write_table(root: Path, document: dict[str, Any]) -> None:
     page = root / PAGE
-    text = page.read_text(encoding="utf-8")
-    begin, end = text.index(BEGIN), text.index(END)
-    block = "\n".join([BEGIN, *table(document), END])
-    page.write_text(text[:begin] + block + text[end + len(END) :], encoding="utf-8")
+    outputs.write(page, documents.between(page, BEGIN, END, "\n".join(table(document))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--iters", type=int, default=30, help="timed calls per repeat")
-    parser.add_argument("--repeats", type=int, default=3, help="the median one is reported")
+    count = integer_argument(1, 2**24)
+    parser.add_argument("--tokens", type=count, default=8192)
+    parser.add_argument("--iters", type=count, default=30, help="timed calls per repeat")
+    parser.add_argument("--repeats", type=count, default=3, help="the median one is reported")
     parser.add_argument("--publish", action="store_true", help="write the JSON and the table")
     parser.add_argument("--report", type=Path, help="write the table from this JSON only")
     arguments = parser.parse_args(argv)
-    if arguments.report:
-        write_table(ROOT, json.loads(arguments.report.read_text(encoding="utf-8")))
-        return 0
-    if not torch.cuda.is_available():
-        print("bench_layer.py: FLA's layer needs a GPU, and torch finds none", file=sys.stderr)
-        return 1
+    try:
+        if arguments.report:
+            write_table(ROOT, documents.read(arguments.report, SCHEMA, "bench_layer.py"))
+            return 0
+        if not torch.cuda.is_available():
+            print("bench_layer.py: FLA's layer needs a GPU, and torch finds none", file=sys.stderr)
+            return 1
+        document = measure_all(arguments)
+        documents.check(document, SCHEMA)
+        print("\n".join(table(document)))
+        if arguments.publish:
+            name = f"layer_{document['gpu_short'].lower()}.json"
+            outputs.write(ROOT / "docs" / "data" / name, json.dumps(document, indent=1) + "\n")
+            write_table(ROOT, document)
+    except (OSError, ValueError) as error:
+        print(f"bench_layer.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every size; returns the JSON document."""
     device = torch.device("cuda")
     clock = Clock(device, warmup=5, iters=arguments.iters)
     document = {**bench_facts.collect(ROOT, device), "fla": fla_version()}
@@ -132,13 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(hidden, heads, arguments.tokens, clock, arguments.repeats)
         for hidden, heads in SIZES
     ]
-    print("\n".join(table(document)))
-    if arguments.publish:
-        path = ROOT / "docs" / "data" / f"layer_{document['gpu_short'].lower()}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        write_table(ROOT, document)
-    return 0
+    return document
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import documents
+import outputs
 from bench_cases import (
     BASELINE_GPU,
     BASELINE_HOST_US,
@@ -17,6 +18,7 @@ from bench_cases import (
     parse_case,
 )
 from bench_chart import Bars, speedup_chart
+from documents import COUNT, DURATION, ERROR, LABEL, NAME, TEXT, TIME, Kind, Maybe
 
 README_BEGIN = "<!-- benchmark table: written by scripts/bench.py --report -->"
 README_END = "<!-- end of benchmark table -->"
@@ -28,21 +30,69 @@ STATE_TITLES = {"fp32": "fp32 states", "bf16": "bf16 states"}
 Row = dict[str, Any]
 
 
+def _is_case(x: Any) -> bool:
+    try:
+        return isinstance(x, str) and parse_case(x).tokens > 0
+    except ValueError:
+        return False
+
+
+_CASE = Kind("a case such as n1_h96_t8192", _is_case)
+_STATES = Kind(
+    f"one of {', '.join(STATE_TITLES)}", lambda x: isinstance(x, str) and x in STATE_TITLES
+)
+_FAILED_ROW = {
+    "case": _CASE,
+    "states": _STATES,
+    "flash_kda_ms": Maybe(TIME),
+    "fla_ms": Maybe(TIME),
+    "error": TEXT,
+}
+_GOOD_ROW = {
+    "case": _CASE,
+    "states": _STATES,
+    "flash_kda_ms": TIME,
+    "fla_ms": Maybe(TIME),
+    "path": LABEL,
+    "host_us": TIME,
+    "floor_ms?": Maybe(TIME),
+    "workspace_bytes?": Maybe(COUNT),
+    "fla_difference?": Maybe(ERROR),
+    "fla_error?": Maybe(TEXT),
+}
+SCHEMA = {
+    "gpu": LABEL,
+    "gpu_short": NAME,
+    "sm_count": Maybe(COUNT),
+    "driver": Maybe({"release?": Maybe(LABEL), "cuda?": Maybe(LABEL)}),
+    "compiler": Maybe({"name?": LABEL, "version?": LABEL}),
+    "flash_kda": LABEL,
+    "torch": LABEL,
+    "torch_cuda": Maybe(LABEL),
+    "fla": Maybe(LABEL),
+    "fla_error": Maybe(TEXT),
+    "commit": LABEL,
+    "csrc_sha256": LABEL,
+    "date": LABEL,
+    "settings": {
+        **dict.fromkeys(("warmup", "iters", "repeats"), COUNT),
+        "rest_s?": DURATION,
+        "forced_path?": Maybe(LABEL),
+        "fla?": LABEL,
+    },
+    "small_call_host_us?": Maybe(TIME),
+    "notes?": [TEXT],
+    "rows": [lambda row: _FAILED_ROW if row.get("error") else _GOOD_ROW],
+}
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON document that bench.py wrote to ``path``.
 
     Raises:
-        ValueError: it cannot be read, is not JSON or no such document; one line with the path.
+        ValueError: see ``documents.read``.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or not {"gpu_short", "rows", "settings"} <= document.keys():
-        raise ValueError(f"{path} holds no measurements of bench.py")
-    return document
+    return documents.read(path, SCHEMA, "bench.py")
 
 
 def read_gpu_document(path: Path) -> dict[str, Any]:
@@ -182,9 +232,7 @@ def full_table(document: dict[str, Any], states: str) -> list[str]:
     for row, (over_v1, over_fla) in zip(rows, speedups(document, rows), strict=True):
         title = parse_case(row["case"]).title
         if row.get("error"):
-            body.append(
-                [title, "failed", *["-"] * 7, row["error"].replace("|", "/").split("\n")[0]]
-            )
+            body.append([title, "failed", *["-"] * 7, documents.line(row["error"])])
             continue
         body.append(
             [
@@ -214,7 +262,7 @@ def facts_table(document: dict[str, Any]) -> list[str]:
     compiler = document["compiler"] or {}
     settings = document["settings"]
     rest = settings.get("rest_s")
-    fla = document["fla"] or f"none ({document['fla_error']})"
+    fla = document["fla"] or f"none ({documents.line(document['fla_error'] or '?')})"
     facts = [
         ("GPU", f"{document['gpu']}, {document['sm_count']} SMs"),
         ("driver", f"{driver.get('release') or '?'} (CUDA {driver.get('cuda') or '?'})"),
@@ -274,7 +322,7 @@ def report_text(document: dict[str, Any], json_name: str, chart_name: str) -> st
         "(q, k, v, g, beta, out, states).",
         "- host: median time the calling thread spends in one call.",
     ]
-    lines += [f"- {note}." for note in document.get("notes", [])]
+    lines += [f"- {documents.line(note)}." for note in document.get("notes", [])]
     return "\n".join(lines) + "\n"
 
 
@@ -317,24 +365,24 @@ def page_block(documents: Sequence[dict[str, Any]], in_docs: bool) -> str:
         ]
     if not lines:
         lines = ["", "No measurements are recorded in `docs/data/` yet."]
-    return "\n".join([README_BEGIN, *lines, README_END])
+    return "\n".join(lines)
 
 
-def update_pages(root: Path) -> list[Path]:
-    """Rewrite the tables from every docs/data/bench_*.json; returns the pages that have markers."""
+def pages(root: Path) -> dict[Path, str]:
+    """The pages that have markers, with the tables of every docs/data/bench_*.json.
+
+    Raises:
+        ValueError: one of those is no measurement of a GPU.
+    """
     paths = sorted((root / "docs" / "data").glob("bench_*.json"))
-    documents = [read_gpu_document(path) for path in paths]
-    written = []
+    measured = [read_gpu_document(path) for path in paths]
+    texts = {}
     for name in PAGES:
         page = root / name
-        text = page.read_text(encoding="utf-8") if page.exists() else ""
-        begin, end = text.find(README_BEGIN), text.find(README_END)
-        if begin < 0 or end < begin:
-            continue
-        block = page_block(documents, in_docs=name.startswith("docs/"))
-        page.write_text(text[:begin] + block + text[end + len(README_END) :], encoding="utf-8")
-        written.append(page)
-    return written
+        if page.exists() and README_BEGIN in page.read_text(encoding="utf-8"):
+            block = page_block(measured, in_docs=name.startswith("docs/"))
+            texts[page] = documents.between(page, README_BEGIN, README_END, block)
+    return texts
 
 
 def chart(document: dict[str, Any]) -> str:
@@ -352,18 +400,23 @@ def write_report(root: Path, source: Path) -> list[Path]:
     """Write the report of ``source`` (bench.py's JSON) below ``root``; returns the files.
 
     Raises:
-        ValueError: ``source`` is no measurement of a GPU.
+        ValueError: ``source``, or what docs/data/ holds, is no measurement of a GPU; nothing has
+            been written then.
+        OSError: a file cannot be written.
     """
     document = read_gpu_document(source)
     name = document["gpu_short"]
     chart_path = root / "docs" / "assets" / f"bench_{name.lower()}.svg"
-    chart_path.parent.mkdir(parents=True, exist_ok=True)
-    chart_path.write_text(chart(document), encoding="utf-8")
     try:
         json_name = source.resolve().relative_to(root.resolve()).as_posix()
     except ValueError:
         json_name = source.name
-    report = root / f"BENCHMARK_{name}.md"
     chart_name = chart_path.relative_to(root).as_posix()
-    report.write_text(report_text(document, json_name, chart_name), encoding="utf-8")
-    return [report, chart_path, *update_pages(root)]
+    texts = {
+        root / f"BENCHMARK_{name}.md": report_text(document, json_name, chart_name),
+        chart_path: chart(document),
+        **pages(root),
+    }
+    for path, text in texts.items():
+        outputs.write(path, text)
+    return list(texts)

@@ -162,7 +162,7 @@ def test_unknown_path_stops_the_run(
         (b"\xff", "not JSON"),
         (b"[]", "holds no measurements"),
         (b'{"rows": []}', "holds no measurements"),
-        (b'{"rows": [], "settings": {}, "gpu_short": "CPU"}', "measured on a CPU"),
+        (b'{"rows": [], "settings": {}, "gpu_short": "CPU"}', "holds no measurements"),
     ],
 )
 def test_report_of_an_unusable_file(
@@ -268,6 +268,12 @@ def test_report(tmp_path: Path) -> None:
     assert [path.read_text() for path in written] == first
 
 
+def test_report_of_the_cpu(tmp_path: Path) -> None:
+    """It would say nothing about the kernels."""
+    with pytest.raises(ValueError, match="measured on a CPU"):
+        bench_report.write_report(tmp_path, write_fixture(tmp_path, document("CPU")))
+
+
 def test_report_of_another_card_cites_no_v1(tmp_path: Path) -> None:
     bench_report.write_report(tmp_path, write_fixture(tmp_path, document("H100")))
     text = (tmp_path / "BENCHMARK_H100.md").read_text()
@@ -282,7 +288,9 @@ def test_reports_of_this_repository_are_as_bench_writes_them(tmp_path: Path) -> 
         shutil.copy(ROOT / page, tmp_path / page)
     if (ROOT / "docs" / "data").exists():
         shutil.copytree(ROOT / "docs" / "data", tmp_path / "docs" / "data", dirs_exist_ok=True)
-    written = bench_report.update_pages(tmp_path)
+    for page, text in bench_report.pages(tmp_path).items():
+        assert text == (ROOT / page.relative_to(tmp_path)).read_text()
+    written = []
     for source in sorted((tmp_path / "docs" / "data").glob("bench_*.json")):
         written += bench_report.write_report(tmp_path, source)
     for path in written:
