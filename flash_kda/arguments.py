@@ -305,6 +305,7 @@ def _number(name: str, value: Any) -> float:
         if value.dim() or value.dtype == torch.bool or value.is_complex() or value.is_quantized:
             got = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
             raise TypeError(refuse(name, got, f"{needs} or a 0-dimensional real CPU tensor"))
+        check_derivatives([(name, value)])
         try:
             return float(value.item())
         except Exception as error:

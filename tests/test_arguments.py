@@ -771,6 +771,29 @@ def test_forward_mode_differentiation(name: str) -> None:
     torch.func.jvp(function, (call[name],), (torch.ones_like(call[name]),))
 
 
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+def test_numbers_that_would_have_gradients(name: str) -> None:
+    """They would vanish without a word."""
+    call = make()
+    for number in (
+        torch.tensor(-1.0, requires_grad=True),
+        torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64)),
+        torch.ones(3, requires_grad=True).sum() - 4,
+    ):
+        text = f"fwd: {name}: got a tensor that requires grad"
+        refused({**call, name: number}, ValueError, text, "forward only")
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                flash_kda.fwd(**{**call, name: number})
+        flash_kda.fwd(**{**call, name: number.detach()})
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.tensor(-1.0), torch.tensor(1.0))
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode():
+                refused({**call, name: dual}, ValueError, f"fwd: {name}: got a dual", "its primal")
+    refused({**call, name: torch.ones(2, requires_grad=True)}, TypeError, f"fwd: {name}: got")
+
+
 def test_inference_tensors_outside_inference_mode() -> None:
     with torch.inference_mode():
         call = make()
