@@ -440,7 +440,10 @@ def _sequences(
             raise ValueError(f"cu_seqlens needs a batch size of 1, got {batch}")
         if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
             raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
-        bounds = [int(x) for x in cu_seqlens.tolist()]
+        kind = cu_seqlens.dtype
+        if kind == torch.bool or kind.is_floating_point or kind.is_complex:
+            raise ValueError(f"cu_seqlens must hold integers, got {kind}")
+        bounds: list[int] = cu_seqlens.tolist()
         if any(a > b for a, b in pairwise([0, *bounds, tokens])):
             raise ValueError(
                 f"cu_seqlens must not decrease and must stay within 0..{tokens}, got {bounds}"
