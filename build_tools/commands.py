@@ -32,7 +32,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except BuildError as error:
-        print(f"flash-kda: {error}", file=sys.stderr, flush=True)
+        line = " ".join(str(error).splitlines())  # whatever the names in it hold
+        print(f"flash-kda: {line}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 

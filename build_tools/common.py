@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,16 +43,30 @@ def package_module(name: str) -> types.ModuleType:
 
 
 def user_path(variable: str, text: str) -> Path:
-    """A path that an environment variable names, in which ``~`` may stand for a home directory.
+    """The absolute path that an environment variable names, in which ``~`` may stand for a home
+    directory. Compilers run elsewhere, where a relative one would name something else.
 
     Raises:
         BuildError: it names a user who has none.
     """
     try:
-        return Path(text).expanduser()
+        return Path(text).expanduser().absolute()
     except RuntimeError:
         raise BuildError(
             f"{variable} is {text}, which names no home directory: correct it"
+        ) from None
+
+
+@contextlib.contextmanager
+def readable(variable: str) -> Iterator[None]:
+    """Turn what the system refuses of the paths below a variable's into a BuildError."""
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename)
+        shown = name if len(name) <= 200 else f"{name[:200]}..."
+        raise BuildError(
+            f"{variable}: cannot read {shown} ({error.strerror}): correct it, or unset it"
         ) from None
 
 

@@ -157,6 +157,7 @@ def _run_nvrtc(
             input=json.dumps(request),
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             cwd=scratch,  # NVRTC also looks for quoted includes in the current directory
         )

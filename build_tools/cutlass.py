@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .common import ROOT, BuildError, hash_files, user_path
+from .common import ROOT, BuildError, hash_files, readable, user_path
 
 REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 HEADER_FOLDERS = ("cute", "cutlass")
@@ -43,9 +43,10 @@ def locate(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Cutlas
     named = environ.get(_VARIABLE, "").strip()
     if named:
         folder = user_path(_VARIABLE, named)
-        for candidate in (folder / "include", folder):
-            if (candidate / _VERSION_HEADER).is_file():
-                return _describe(candidate)
+        with readable(_VARIABLE):
+            for candidate in (folder / "include", folder):
+                if (candidate / _VERSION_HEADER).is_file():
+                    return _describe(candidate)
         raise BuildError(
             f"{_VARIABLE} is {named}, but there is no include/cutlass/version.h in it: point it at "
             "a CUTLASS 4.2 checkout, or unset it"
@@ -79,7 +80,7 @@ def _package_include() -> Path | None:
 
 
 def _describe(include: Path) -> Cutlass:
-    text = (include / _VERSION_HEADER).read_text(encoding="utf-8")
+    text = (include / _VERSION_HEADER).read_text(encoding="utf-8", errors="replace")
     numbers = [
         re.search(rf"^#define CUTLASS_{part} (\d+)", text, re.MULTILINE)
         for part in ("MAJOR", "MINOR", "PATCH")

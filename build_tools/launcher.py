@@ -114,7 +114,12 @@ def build(cuda_include: Path, csrc: Path = CSRC, environ: Mapping[str, str] = os
         ]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=dict(environ)
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",  # of messages and names in them
+                check=False,
+                env=dict(environ),
             )
         except OSError as error:
             raise BuildError(f"cannot run {compiler[0]} ({error.strerror}): correct CXX") from None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Nvrtc:
         )
         if status != 0:
             return self._text(status), "", b""
-        encoded = [option.encode() for option in options]
+        encoded = [os.fsencode(option) for option in options]
         arguments = (ctypes.c_char_p * len(encoded))(*encoded)
         status = self._lib.nvrtcCompileProgram(program, len(encoded), arguments)
         log = self._fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")

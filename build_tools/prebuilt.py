@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, cutlass, launcher, toolkit
-from .common import CSRC, BuildError, csrc_hash, hash_bytes
+from .common import CSRC, BuildError, csrc_hash, hash_bytes, package_module, user_path
 from .compile import Cubin, is_for
 from .ptxas_log import KernelResources
 
 VARIABLE = "FLASH_KDA_PREBUILT"
+_LARGEST = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,13 @@ class Parts:
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of ready parts, or None to compile them."""
+    """The folder of ready parts, or None to compile them.
+
+    Raises:
+        BuildError: it names a user without a home directory.
+    """
     named = environ.get(VARIABLE, "").strip()
-    return Path(named).expanduser() if named else None
+    return user_path(VARIABLE, named) if named else None
 
 
 def machine() -> str:
@@ -115,7 +120,7 @@ def read(
         BuildError: something is missing, damaged, or made from other sources.
     """
     folder = root / f"cubins-{toolkit.requested_cuda(environ)}"
-    document = _record(folder / "cubins.json", csrc)
+    document = _record(folder / "cubins.json", csrc, _CUBINS)
     made = {entry["target"]: entry for entry in document["cubins"]}
     if missing := [target for target in targets if target not in made]:
         raise BuildError(
@@ -125,38 +130,68 @@ def read(
     cubins = []
     for target in targets:
         entry = made[target]
-        data = _contents(folder / entry["file"], entry["sha256"])
+        file = folder / Path(entry["file"]).name
+        data = _contents(file, entry["sha256"])
         if not is_for(target, data):
-            raise BuildError(
-                f"{VARIABLE}: {folder / entry['file']} is no cubin for {target}: make it again"
-            )
-        kernels = [KernelResources(**kernel) for kernel in entry["kernels"]]
+            raise BuildError(f"{VARIABLE}: {file} is no cubin for {target}: make it again")
+        kernels = [
+            KernelResources(**{name: kernel[name] for name in _KERNEL})
+            for kernel in entry["kernels"]
+        ]
         cubins.append(Cubin(target, data, kernels, log="", from_cache=True))
     place = root / f"launcher-{machine()}"
-    library = _contents(
-        place / launcher.FILE_NAME, _record(place / "launcher.json", csrc)["sha256"]
-    )
+    sha256 = _record(place / "launcher.json", csrc, _LAUNCHER)["sha256"]
+    library = _contents(place / launcher.FILE_NAME, sha256)
     return Parts(document["compiler"], document["cutlass_version"], cubins, library)
 
 
-def _record(path: Path, csrc: Path) -> dict[str, Any]:
+_KERNEL = {
+    field.name: str if field.name == "name" else int
+    for field in dataclasses.fields(KernelResources)
+}
+_LAUNCHER = {"csrc_sha256": str, "sha256": str}
+_CUBINS = {
+    "csrc_sha256": str,
+    "compiler": {"name": str, "version": str, "cuda": str},
+    "cutlass_version": str,
+    "cubins": [{"target": str, "file": str, "sha256": str, "kernels": [_KERNEL]}],
+}
+
+
+def _record(path: Path, csrc: Path, shape: Any) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        document: dict[str, Any] = json.loads(_read(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise BuildError(
             f"{VARIABLE}: cannot read {path} ({error}): the step that makes it did not finish, run "
             "it again, or unset the variable to compile here"
         ) from None
-    if document.get("csrc_sha256") != csrc_hash(csrc):
+    if isinstance(document, dict) and document.get("csrc_sha256") != csrc_hash(csrc):
         raise BuildError(f"{VARIABLE}: {path.parent} was made from another csrc/: make it again")
+    if not _fits(document, shape):
+        raise BuildError(f"{VARIABLE}: {path} lacks what it must record: make it again")
     return document
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether JSON is made like the shape: types, lists of one shape, and objects with its keys."""
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(_fits(value.get(k), shape[k]) for k in shape)
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
+    return type(value) is shape
+
+
+def _read(path: Path) -> bytes:
+    contents: bytes = package_module("manifest").read_regular(path, _LARGEST)
+    return contents
 
 
 def _contents(path: Path, sha256: str) -> bytes:
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BuildError(f"{VARIABLE}: cannot read {path} ({error.strerror})") from None
+        data = _read(path)
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{VARIABLE}: cannot read {path} ({error})") from None
     if hash_bytes(data) != sha256:
         raise BuildError(f"{VARIABLE}: {path} is damaged (its sha256 differs): make it again")
     return data

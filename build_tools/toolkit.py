@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .common import BuildError, hash_bytes, package_module, user_path
+from .common import BuildError, hash_bytes, package_module, readable, user_path
 
 DEFAULT_CUDA = "12.9"
+_VARIABLE = "FLASH_KDA_CUDA_HOME"
 
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "12.9": (
@@ -84,10 +85,11 @@ def locate(cuda: str | None = None, environ: Mapping[str, str] = os.environ) -> 
         BuildError: it is absent, incomplete, or of another release; says what to install.
     """
     cuda = requested_cuda(environ if cuda is None else {"FLASH_KDA_CUDA": cuda})
-    home = environ.get("FLASH_KDA_CUDA_HOME", "").strip()
-    return (
-        _from_home(user_path("FLASH_KDA_CUDA_HOME", home), cuda) if home else _from_packages(cuda)
-    )
+    home = environ.get(_VARIABLE, "").strip()
+    if not home:
+        return _from_packages(cuda)
+    with readable(_VARIABLE):
+        return _from_home(user_path(_VARIABLE, home), cuda)
 
 
 def missing_requirements(cuda: str, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -95,7 +97,7 @@ def missing_requirements(cuda: str, environ: Mapping[str, str] = os.environ) -> 
     try:
         locate(cuda, environ)
     except BuildError:
-        if environ.get("FLASH_KDA_CUDA_HOME", "").strip():
+        if environ.get(_VARIABLE, "").strip():
             raise  # an explicitly named toolkit is never silently replaced by another one
         return [r for r in REQUIREMENTS[cuda] if not _satisfied(r)]
     return []
@@ -172,10 +174,10 @@ def _cccl(file: str, landmark: str) -> bool:
 
 
 def _from_home(home: Path, cuda: str) -> Toolkit:
-    advice = f"point FLASH_KDA_CUDA_HOME at a CUDA {cuda} toolkit, or unset it to use PyPI's"
-    lib = next((home / d for d in ("lib64", "lib") if (home / d / "libnvrtc.so").exists()), None)
+    advice = f"point {_VARIABLE} at a CUDA {cuda} toolkit, or unset it to use PyPI's"
+    lib = next((home / d for d in ("lib64", "lib") if (home / d / "libnvrtc.so").is_file()), None)
     if lib is None:
-        raise BuildError(f"no lib64/libnvrtc.so under FLASH_KDA_CUDA_HOME={home}: {advice}")
+        raise BuildError(f"no lib64/libnvrtc.so under {_VARIABLE}={home}: {advice}")
     library = (lib / "libnvrtc.so").resolve()
     version = library.name.partition(".so.")[2]
     check_release(version, cuda, str(library), advice)
@@ -185,7 +187,7 @@ def _from_home(home: Path, cuda: str) -> Toolkit:
         candidates = [home / "include", home / "include" / "cccl"]
         place = next((c for c in candidates if (c / landmark).is_file()), None)
         if place is None:
-            raise BuildError(f"no include/{landmark} under FLASH_KDA_CUDA_HOME={home}: {advice}")
+            raise BuildError(f"no include/{landmark} under {_VARIABLE}={home}: {advice}")
         if place not in directories:
             directories.append(place)
     return Toolkit(cuda, version, library, builtins, tuple(directories))

@@ -88,6 +88,7 @@ def call(
             stdout=subprocess.PIPE if quiet else None,
             stderr=subprocess.STDOUT if quiet else None,
             text=True,
+            errors="replace",
             check=False,
         )
     except OSError as error:

@@ -17,7 +17,7 @@ import build_support
 import pytest
 from build_support import backend, copy_sources
 
-from build_tools import assemble, cache, compile, cutlass, launcher, ptxas_log, toolkit
+from build_tools import assemble, cache, compile, cutlass, launcher, prebuilt, ptxas_log, toolkit
 from build_tools.common import CSRC, ROOT, BuildError, csrc_hash, hash_bytes, package_module
 
 TARGETS = ("90a", "100a")
@@ -444,6 +444,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"CXXFLAGS": '-DX="'}, ["CXXFLAGS", "No closing quotation", "quotes"]),
         ({"FLASH_KDA_CUTLASS_DIR": "~nouser/x"}, ["FLASH_KDA_CUTLASS_DIR is ~nouser/x", "home"]),
         ({"FLASH_KDA_CUDA_HOME": "~nouser"}, ["FLASH_KDA_CUDA_HOME is ~nouser", "home"]),
+        ({"FLASH_KDA_PREBUILT": "~nouser/x"}, ["FLASH_KDA_PREBUILT is ~nouser/x", "home"]),
+        ({"FLASH_KDA_CUDA_HOME": "/x" * 3000}, ["FLASH_KDA_CUDA_HOME: ", "File name too long"]),
+        ({"FLASH_KDA_CUTLASS_DIR": "y" * 300}, ["FLASH_KDA_CUTLASS_DIR: ", "File name too long"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -460,6 +463,8 @@ def test_mistaken_settings_stop_before_anything_is_fetched(
     ("changes", "words"),
     [
         ({"FLASH_KDA_CUBIN_CACHE": "~nouser/x"}, ["FLASH_KDA_CUBIN_CACHE is ~nouser/x", "home"]),
+        ({"FLASH_KDA_CUBIN_CACHE": "z" * 300}, ["z" * 300, "File name too long"]),
+        ({"FLASH_KDA_PREBUILT": "z" * 300}, ["z" * 300, "File name too long"]),
         ({"CXX": "true"}, ["true made no library", "CXX"]),
         ({"CXX": "{folder}/broken"}, ["cannot run", "Exec format error", "CXX"]),
     ],
@@ -553,6 +558,76 @@ def test_named_toolkit(tiny: Path, tmp_path: Path) -> None:
         ("90a",), tools=named, csrc=tiny, cache_dir=tmp_path / "cache"
     )
     assert kernels[0].data.startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_relative_paths(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC runs in a folder of its own, where they would name nothing."""
+    found = toolkit.locate("12.9")
+    home = tmp_path / "home"
+    (home / "lib64").mkdir(parents=True)
+    (home / "include").mkdir()
+    library = f"libnvrtc.so.{found.version}"
+    shutil.copyfile(found.library, home / "lib64" / library)
+    (home / "lib64" / "libnvrtc.so").symlink_to(library)
+    (home / "lib64" / f"libnvrtc-builtins.so.{found.version}").symlink_to(found.builtins or "")
+    for folder in found.include_dirs:
+        for item in folder.iterdir():
+            if not (home / "include" / item.name).exists():
+                (home / "include" / item.name).symlink_to(item)
+    (tmp_path / "cutlass").symlink_to(cutlass.locate().include.parent)
+    (tiny / "kernels.cu").write_text(
+        "#include <cuda_bf16.h>\n#include <cute/tensor.hpp>\n" + KERNEL
+    )
+    monkeypatch.chdir(tmp_path)
+    environ = {
+        "FLASH_KDA_CUDA_HOME": "home",
+        "FLASH_KDA_CUTLASS_DIR": "./cutlass",
+        "FLASH_KDA_CUBIN_CACHE": "cache",
+        "FLASH_KDA_PREBUILT": "parts",
+    }
+    made = compile.compile_targets(
+        ("90a",),
+        tools=toolkit.locate("12.9", environ),
+        headers=cutlass.locate(environ),
+        csrc=tiny,
+        cache_dir=cache.directory(environ),
+    )
+    assert [kernel.name for kernel in made[0].kernels] == ["tiny"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert prebuilt.directory(environ) == tmp_path / "parts"
+
+
+def test_cutlass_with_a_version_in_another_encoding(tmp_path: Path) -> None:
+    for folder in ("cutlass", "cute"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "cute" / "tensor.hpp").touch()
+    header = tmp_path / "cutlass" / "version.h"
+    environ = {"FLASH_KDA_CUTLASS_DIR": str(tmp_path)}
+    numbers = b"#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
+    header.write_bytes(b"// \xa9 \xff\n" + numbers)
+    assert cutlass.locate(environ).version == "4.2.0"
+    header.write_bytes(b"\xff" * 100)
+    with pytest.raises(BuildError, match="not a complete CUTLASS include folder"):
+        cutlass.locate(environ)
+
+
+def test_what_is_no_library_is_no_toolkit(tmp_path: Path) -> None:
+    """Opening a FIFO would wait for ever."""
+    (tmp_path / "lib64").mkdir()
+    os.mkfifo(tmp_path / "lib64" / "libnvrtc.so")
+    with pytest.raises(BuildError, match=r"no lib64/libnvrtc\.so"):
+        toolkit.locate("12.9", {"FLASH_KDA_CUDA_HOME": str(tmp_path)})
+
+
+@needs_compiler
+def test_a_compiler_may_print_anything(tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\nprintf 'caf\\351 \\377\\n' >&2\nexec g++ \"$@\"\n")
+    script.chmod(0o755)
+    include = toolkit.locate().include_dirs[0]
+    environ = {"CXX": str(script), "PATH": os.environ["PATH"]}
+    assert launcher.build(include, environ=environ).startswith(b"\x7fELF")
 
 
 def test_requirements_name_only_what_is_missing(

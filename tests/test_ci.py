@@ -151,6 +151,22 @@ def parts(tmp_path: Path) -> Path:
     return root
 
 
+def rewrite(root: Path, **changes: object) -> None:
+    record = root / "cubins-12.9" / "cubins.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
+
+
+def change_entry(root: Path, **changes: object) -> None:
+    record = root / "cubins-12.9" / "cubins.json"
+    (entry,) = json.loads(record.read_text())["cubins"]
+    rewrite(root, cubins=[{**entry, **changes}])
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def test_parts_are_taken_as_they_are(parts: Path, tmp_path: Path) -> None:
     sources = build_support.copy_sources(tmp_path / "sources")
     settings = {"FLASH_KDA_PREBUILT": str(parts), "FLASH_KDA_CUDA_ARCHS": "90a", "PYTHONPATH": ""}
@@ -182,6 +198,29 @@ def test_parts_are_taken_as_they_are(parts: Path, tmp_path: Path) -> None:
         (
             lambda root: shutil.rmtree(root / f"launcher-{prebuilt.machine()}"),
             "the step that makes it did not finish",
+        ),
+        (
+            lambda root: (root / "cubins-12.9" / "cubins.json").write_text("[" * 200_000),
+            "cannot read .* recursion",
+        ),
+        (lambda root: (root / "cubins-12.9" / "cubins.json").write_bytes(b"\xff"), "cannot read"),
+        (lambda root: (root / "cubins-12.9" / "cubins.json").write_text("[]"), "lacks what it"),
+        (lambda root: rewrite(root, cubins={}), "lacks what it must record"),
+        (lambda root: rewrite(root, cubins=[5]), "lacks what it must record"),
+        (lambda root: rewrite(root, cubins=[{"target": "90a"}]), "lacks what it must record"),
+        (lambda root: rewrite(root, compiler={"name": 5}), "lacks what it must record"),
+        (lambda root: rewrite(root, cutlass_version=None), "lacks what it must record"),
+        (
+            lambda root: change_entry(root, kernels=[{"name": "a"}]),
+            "lacks what it must record",
+        ),
+        (lambda root: change_entry(root, file="../../../etc/passwd"), "cannot read"),
+        (lambda root: change_entry(root, file=""), "not a regular file"),
+        (lambda root: fifo(root / "cubins-12.9" / "cubins.json"), "not a regular file"),
+        (lambda root: fifo(root / "cubins-12.9" / "flash_kda.sm_90a.cubin"), "not a regular file"),
+        (
+            lambda root: fifo(root / f"launcher-{prebuilt.machine()}" / "libflash_kda.so"),
+            "not a regular file",
         ),
     ],
 )
@@ -474,11 +513,10 @@ def test_missing_headers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_build_leaves_no_wheel(parts: Path, tmp_path: Path, how: int) -> None:
-    """The build is stopped while it waits for a file that never comes."""
-    record = parts / "cubins-12.9" / "cubins.json"
-    record.unlink()
-    os.mkfifo(record)
+    """The build is stopped while it waits for parts that never come."""
     sources = build_support.copy_sources(tmp_path / "sources")
+    with (sources / "build_tools" / "prebuilt.py").open("a") as file:
+        file.write("\n\ndef read(*_):\n    import time\n    time.sleep(600)\n")
     out = tmp_path / "dist"
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     process = subprocess.Popen(
