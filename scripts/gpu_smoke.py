@@ -67,7 +67,15 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     words = [str(word) for word in command]
     # No bytecode: what a process writes is watched, and Python's own files are not meant.
     environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     if done.returncode != 0:
         raise SmokeError(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -128,12 +136,19 @@ def compute(
     )
 
 
-def first_process() -> dict[str, Any]:
-    """Doctor, times and results, in the environment where the wheel is installed."""
+def require_gpu() -> None:
+    """SmokeError where torch has none."""
     import torch
 
     if not torch.cuda.is_available():
         raise SmokeError("torch finds no CUDA device")
+
+
+def first_process() -> dict[str, Any]:
+    """Doctor, times and results, in the environment where the wheel is installed."""
+    require_gpu()
+    import torch
+
     import flash_kda
     from flash_kda import doctor, loader
 
@@ -190,6 +205,7 @@ class Watch:
 
 def second_process() -> dict[str, Any]:
     """A call while everything is watched that it might do beside computing."""
+    require_gpu()
     import torch
 
     import flash_kda

@@ -94,3 +94,5 @@ def test_without_a_gpu_it_fails_in_one_line(tmp_path: Path) -> None:
 
     assert "holds 0 wheels for this machine" in run("--wheel", str(tmp_path))
     assert "torch finds no CUDA device" in run()
+    for process in ("first", "second"):
+        assert run("--process", process) == "gpu_smoke: torch finds no CUDA device\n"
