@@ -38,9 +38,7 @@ def _is_case(x: Any) -> bool:
 
 
 _CASE = Kind("a case such as n1_h96_t8192", _is_case)
-_STATES = Kind(
-    f"one of {', '.join(STATE_TITLES)}", lambda x: isinstance(x, str) and x in STATE_TITLES
-)
+_STATES = documents.one_of(*STATE_TITLES)
 _FAILED_ROW = {
     "case": _CASE,
     "states": _STATES,

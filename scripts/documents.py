@@ -44,6 +44,20 @@ def number(least: float, most: float, *, zero: bool = False) -> Kind:
     return Kind(needs, fits)
 
 
+def integer(least: int, most: int) -> Kind:
+    return Kind(
+        f"an integer from {least} to {most}", lambda x: type(x) is int and least <= x <= most
+    )
+
+
+def one_of(*values: Any) -> Kind:
+    """Of these values, and not of what Python takes for equal: 1 is not true."""
+    return Kind(
+        f"one of {', '.join(map(json.dumps, values))}",
+        lambda x: any(type(x) is type(value) and x == value for value in values),
+    )
+
+
 def matching(needs: str, pattern: str) -> Kind:
     return Kind(needs, lambda x: isinstance(x, str) and re.fullmatch(pattern, x) is not None)
 
@@ -59,7 +73,7 @@ TEXT = Kind("text", lambda x: isinstance(x, str))
 """Of other programs; it goes through ``line`` before it is shown."""
 NAME = matching("letters and digits", "[A-Za-z0-9]{1,64}")
 """It becomes a part of a file's name."""
-COUNT = Kind("an integer from 0 to 2^53", lambda x: type(x) is int and 0 <= x <= 2**53)
+COUNT = integer(0, 2**53)
 TIME = number(1e-9, 1e12)
 DURATION = number(1e-9, 1e12, zero=True)
 ERROR = number(1e-100, 1e100, zero=True)
@@ -114,7 +128,7 @@ def check(value: Any, schema: Schema, where: str = "") -> None:
             check(item, schema[0], f"{where}[{index}]")
     else:
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: got {_shown(value)}; needs an object")
+            raise ValueError(f"{where or 'document'}: got {_shown(value)}; needs an object")
         if callable(schema):
             schema = schema(value)
         for key, inner in schema.items():

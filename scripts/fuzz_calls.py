@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import documents
 from cases import KINDS
+from documents import Maybe
 from layouts import BETAS, LAYOUTS, STATE_LAYOUTS
 
 TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
+TOKEN_LAYOUTS = ("q", "k", "v", "g", "out")
 SPOILED = ("nan", "inf", "-inf", "huge")
 # The bounds of the other two kinds are drawn by themselves.
 VALUE_KINDS = tuple(kind for kind in KINDS if not kind.startswith("bound_"))
@@ -118,8 +121,14 @@ class Call:
 
     @classmethod
     def from_json(cls, text: str) -> Call:
-        """The inverse of to_json. Raises ValueError or TypeError for what is no call."""
-        values = json.loads(text)
+        """The inverse of to_json. Raises ValueError for what is no call."""
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError("got JSON that is nested too deeply; needs an object") from None
+        documents.check(values, _SCHEMA)
+        if unknown := values.keys() - _VALUES.keys():
+            raise ValueError(f"got {min(unknown)!r}; needs some of {', '.join(_VALUES)}")
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = tuple(value)
@@ -140,6 +149,39 @@ class Call:
         return names
 
 
+_MOST = 2**31 - 32
+_SIZE = documents.integer(0, _MOST)
+_NUMBER = documents.number(-1e38, 1e38)
+_SWITCH = documents.one_of(False, True)
+_VALUES: dict[str, documents.Schema] = {
+    "seed": documents.integer(0, 2**63 - 1),
+    "lengths": Maybe([_SIZE]),
+    **dict.fromkeys(("before", "after", "batch", "tokens"), _SIZE),
+    "heads": documents.integer(1, _MOST),
+    "path": Maybe(documents.TEXT),
+    **dict.fromkeys(("checkpoints", "pool", "workspace"), Maybe(_SIZE)),
+    "spoiled": documents.one_of(
+        None, *([x, y] for x in (*TOKEN_INPUTS, "initial") for y in SPOILED)
+    ),
+    "initial": documents.one_of(None, *_STATES),
+    "final": documents.one_of(None, *_STATES, "same"),
+    "kind": documents.one_of(*KINDS),
+    "lower_bound": documents.number(-5.0, 0.0),
+    **dict.fromkeys(("scale", "values"), _NUMBER),
+    **dict.fromkeys(TOKEN_LAYOUTS, documents.one_of(*LAYOUTS)),
+    "beta": documents.one_of(*BETAS),
+    "beta_type": documents.one_of(*_STATES),
+    **dict.fromkeys(("A_log", "dt_bias"), documents.one_of(None, *_FLOATS)),
+    "A_log_value": Maybe(_NUMBER),
+    "dt_bias_shape": documents.one_of("matrix", "flat", "transposed"),
+    **dict.fromkeys(("state_layout", "final_layout"), documents.one_of(*STATE_LAYOUTS)),
+    "checkpoint_type": documents.one_of(*_STATES),
+    "integers": documents.one_of(*_INTEGERS),
+    **dict.fromkeys(("one_buffer", "beta_is_logits", "A_log_gaps", "integers_gaps"), _SWITCH),
+}
+_SCHEMA = {f"{name}?": schema for name, schema in _VALUES.items()}
+
+
 def draw(rng: random.Random, largest: int, paths: Sequence[str | None]) -> Call:
     """A call whose sequences have at most ``largest`` tokens together, on one of the paths."""
 
@@ -147,9 +189,7 @@ def draw(rng: random.Random, largest: int, paths: Sequence[str | None]) -> Call:
         return value if rng.random() < odds else otherwise
 
     layout = rng.choice(["contiguous", *LAYOUTS])
-    layouts = {
-        name: maybe(0.3, rng.choice(list(LAYOUTS)), layout) for name in ("q", "k", "v", "g", "out")
-    }
+    layouts = {name: maybe(0.3, rng.choice(list(LAYOUTS)), layout) for name in TOKEN_LAYOUTS}
     initial = maybe(0.65, rng.choice(_STATES))
     path = rng.choice(paths)
     if largest >= _LONG and rng.random() < (0.5 if path == "segments" else 0.05):
