@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from . import cutlass, toolkit
-from .common import CSRC, ROOT, BuildError
+from .common import CSRC, ROOT, BuildError, package_module
 
 CUDA = "13.0"
 
@@ -55,4 +55,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(package_module("console").run("build_tools.clangd", main))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from . import assemble
-from .common import BuildError
+from .common import BuildError, package_module
 
 
 def main() -> int:
@@ -19,4 +19,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(package_module("console").run("build_tools.gpus", main))

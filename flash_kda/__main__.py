@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
 from collections.abc import Sequence
 
-from . import demo, doctor
+from . import console, demo, doctor
 from ._version import __version__
-
-BROKEN_PIPE = 141
-"""What a shell shows for a program that SIGPIPE has ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status (2 for a wrong command line)."""
-    try:
-        try:
-            return _command(argv)
-        finally:
-            # What is still buffered would otherwise fail after the last line of this program.
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever reads has seen enough, as head does. The interpreter flushes once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    return console.run("flash_kda", lambda: _command(argv))
 
 
 def _command(argv: Sequence[str] | None) -> int:
@@ -44,9 +29,6 @@ def _command(argv: Sequence[str] | None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Paths, variables and device names may hold what the terminal's encoding cannot say.
-        sys.stdout.reconfigure(errors="backslashreplace")
     return arguments.run(arguments)
 
 

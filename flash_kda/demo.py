@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import console, ops
 from .reference import recurrent_kda
 
 HEAD_DIM = 128
@@ -47,19 +47,6 @@ def device_argument(text: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def integer_argument(least: int, most: int) -> Callable[[str], int]:
-    """What reads an integer in a range from a command line."""
-
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}; needs an integer from {least} to {most}"
-            )
-        return int(text)
-
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the ``demo`` command to ``parser``."""
     parser.add_argument(
@@ -69,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--heads",
-        type=integer_argument(1, MAX_HEADS),
+        type=console.integer(1, MAX_HEADS),
         help="number of heads (default: 32, on the CPU 4)",
     )
     parser.add_argument(
-        "--seed", type=integer_argument(0, 2**63 - 1), default=0, help="seed of the random inputs"
+        "--seed", type=console.integer(0, 2**63 - 1), default=0, help="seed of the random inputs"
     )
 
 
@@ -96,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             milliseconds, errors = _measure(lengths, heads, device, arguments.seed)
     except (RuntimeError, ValueError) as error:
         # FlashKDAError and torch's own, such as too little memory: RuntimeErrors, all of them.
-        first_line = str(error).partition("\n")[0]
+        first_line = console.line(str(error).partition("\n")[0])
         print(f"\n{type(error).__name__}: {first_line}")
         if on_gpu and not isinstance(error, ValueError):
             print("\nThe CPU path works everywhere: python -m flash_kda demo --device cpu")

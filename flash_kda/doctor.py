@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import abi, driver, loader, manifest
+from . import abi, console, driver, loader, manifest
 from ._version import __version__
 from .errors import FlashKDAError, LoaderError
 
@@ -258,7 +258,9 @@ def render(report: Report) -> str:
     for title in ("warnings", "problems"):
         if report[title]:
             lines += ["", title.capitalize(), *(f"  - {text}" for text in report[title])]
-    return "\n".join([*lines, "", f"Result: {report['status']}"])
+    lines += ["", f"Result: {report['status']}"]
+    # Names in a manifest, a variable or a path could otherwise make lines of their own.
+    return "\n".join(map(console.line, lines))
 
 
 def _render_install(install: Report | None) -> list[str]:

@@ -33,7 +33,8 @@ import outputs  # noqa: E402
 from bench_fla import FLA  # noqa: E402
 
 import flash_kda  # noqa: E402
-from flash_kda.demo import MAX_HEADS, device_argument, integer_argument  # noqa: E402
+from flash_kda import console  # noqa: E402
+from flash_kda.demo import MAX_HEADS, device_argument  # noqa: E402
 from flash_kda.reference import recurrent_kda  # noqa: E402
 
 WIDTH = 128
@@ -152,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", type=device_argument, help="cpu or cuda (default: cuda when present)"
     )
     parser.add_argument(
-        "--heads", type=integer_argument(1, MAX_HEADS), help="default: 8, on the CPU 2"
+        "--heads", type=console.integer(1, MAX_HEADS), help="default: 8, on the CPU 2"
     )
     parser.add_argument(
         "--max-tokens",
-        type=integer_argument(1, 2**24),
+        type=console.integer(1, 2**24),
         help="longest sequence (default: 16384, CPU 256)",
     )
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
@@ -176,8 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outputs.write(ROOT / "docs" / "data" / name, json.dumps(document, indent=1) + "\n")
         accuracy_report.write(ROOT, document)
     except (OSError, ValueError) as error:
-        print(f"accuracy.py: {error}", file=sys.stderr)
-        return 2
+        return console.failed("accuracy.py", error)
     return 0
 
 
@@ -204,4 +204,4 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.run("accuracy.py", main))

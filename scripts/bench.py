@@ -41,7 +41,7 @@ from bench_fla import FLA  # noqa: E402
 from bench_timing import REST_S, Clock  # noqa: E402
 
 import flash_kda  # noqa: E402
-from flash_kda import abi  # noqa: E402
+from flash_kda import abi, console  # noqa: E402
 from flash_kda.demo import device_argument  # noqa: E402
 
 HOST_CALLS_SMALL = 2000
@@ -58,21 +58,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=outputs.argument, help="write the measurements to this file as well"
     )
-    parser.add_argument("--warmup", type=int, default=10, help="calls before each measurement")
-    parser.add_argument("--iters", type=int, default=50, help="timed calls per repeat")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="repeats; the median one is reported"
+        "--warmup", type=console.integer(0, 10**6), default=10, help="calls before each measurement"
+    )
+    parser.add_argument(
+        "--iters", type=console.integer(1, 10**6), default=50, help="timed calls per repeat"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=console.integer(1, 10**6),
+        default=3,
+        help="repeats; the median one is reported",
     )
     parser.add_argument(
         "--rest",
-        type=float,
+        type=console.number(0, 3600),
         default=REST_S,
         help="seconds the GPU rests before each repeat, lest it lower its clock",
     )
     parser.add_argument("--no-fla", action="store_true", help="do not measure FLA")
     parser.add_argument(
         "--fla-workers",
-        type=int,
+        type=console.integer(0, 4096),
         default=os.cpu_count() or 1,
         help="processes that tune FLA (default: one per CPU); 0 tunes it here, at its first calls",
     )
@@ -95,12 +102,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.resume and arguments.json is None:
         parser.error("--resume needs --json")
-    for name in ("iters", "repeats"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    for name in ("warmup", "fla_workers", "rest"):
-        if getattr(arguments, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
     return arguments
 
 
@@ -324,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return measure(arguments)
     except (OSError, ValueError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        return 2
+        return console.failed("bench.py", error)
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -345,4 +345,4 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.run("bench.py", main))

@@ -33,7 +33,7 @@ from bench_timing import Clock  # noqa: E402
 from documents import COUNT, ERROR, LABEL, NAME, TIME, Maybe  # noqa: E402
 
 import flash_kda  # noqa: E402
-from flash_kda.demo import integer_argument  # noqa: E402
+from flash_kda import console  # noqa: E402
 
 BEGIN = "<!-- layer table: written by scripts/bench_layer.py -->"
 END = "<!-- end of layer table -->"
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    count = integer_argument(1, 2**24)
+    count = console.integer(1, 2**24)
     parser.add_argument("--tokens", type=count, default=8192)
     parser.add_argument("--iters", type=count, default=30, help="timed calls per repeat")
     parser.add_argument("--repeats", type=count, default=3, help="the median one is reported")
@@ -152,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outputs.write(ROOT / "docs" / "data" / name, json.dumps(document, indent=1) + "\n")
             write_table(ROOT, document)
     except (OSError, ValueError) as error:
-        print(f"bench_layer.py: {error}", file=sys.stderr)
-        return 2
+        return console.failed("bench_layer.py", error)
     return 0
 
 
@@ -170,4 +169,4 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.run("bench_layer.py", main))

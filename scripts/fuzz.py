@@ -40,6 +40,7 @@ from fuzz_calls import Call, draw, simpler  # noqa: E402
 from paths import kernel_paths  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda import abi, console  # noqa: E402
 from flash_kda.demo import device_argument  # noqa: E402
 
 HANG_SECONDS = 120
@@ -144,7 +145,9 @@ def _attempt_again(device: torch.device) -> Callable[[Call], str | None]:
 
     def elsewhere(call: Call) -> str | None:
         command = [sys.executable, __file__, "--device", str(device), "--call", call.to_json()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
         if done.returncode == 0:
             return None
         lines = (done.stdout.strip() or done.stderr.strip() or "a crash").splitlines()
@@ -191,7 +194,10 @@ def _report(call: Call, reason: str, device: torch.device, what: str, detail: bo
     print(f"{what}, on {where}, flash_kda {flash_kda.__version__}, torch {torch.__version__}:")
     if detail:
         # On the CPU: after a fault the GPU may not answer any more.
-        lines = fuzz_check.describe(fuzz_check.Subject(call, torch.device("cpu")))
+        try:
+            lines = fuzz_check.describe(fuzz_check.Subject(call, torch.device("cpu")))
+        except Exception as error:  # what fails may be the making of its tensors
+            lines = [f"its tensors cannot be made: {' '.join(str(error).split())[:200]}"]
         print("\n".join(f"  {line}" for line in lines))
     print("again:")
     print(f"  python scripts/fuzz.py --device {device} --call '{call.to_json()}'")
@@ -203,27 +209,50 @@ def _paths(device: torch.device, name: str | None) -> list[str | None]:
     return [None, *kernel_paths(device)]
 
 
+def _call(text: str) -> Call:
+    try:
+        return Call.from_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to draw calls (60)")
-    parser.add_argument("--seed", type=int, help="which calls are drawn; fresh ones without it")
+    parser.add_argument(
+        "--seconds",
+        type=console.number(1e-3, 1e9),
+        default=60.0,
+        help="how long to draw calls (60)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=console.integer(0, 2**63),
+        help="which calls are drawn; fresh ones without it",
+    )
     parser.add_argument("--device", type=device_argument, help="cpu or cuda; a GPU if there is one")
     parser.add_argument("--path", help="the one kernel path to run, as doctor names them")
-    parser.add_argument("--largest", type=int, help="most tokens of a call (6000; 300 on a CPU)")
-    parser.add_argument("--call", type=Call.from_json, help="run one call, as a failure prints it")
+    parser.add_argument(
+        "--largest",
+        type=console.integer(1, 2**31),
+        help="most tokens of a call (6000; 300 on a CPU)",
+    )
+    parser.add_argument("--call", type=_call, help="run one call, as a failure prints it")
     options = parser.parse_args(arguments)
     if options.device is None:
         options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.largest is None:
         options.largest = 6000 if options.device.type == "cuda" else 300
-    if options.largest < 1:
-        parser.error("--largest: needs at least 1")
+    if options.path is not None and (launcher := abi.launcher_or_none()) is not None:
+        try:
+            launcher.path_id(options.path)
+        except ValueError as error:
+            parser.error(f"--path: {error}")
     if options.seed is None:
         options.seed = secrets.randbits(31)
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.run("fuzz.py", main))

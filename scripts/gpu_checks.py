@@ -26,6 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from build_tools.common import package_module  # noqa: E402
+
 FLA_TESTS = ("tests/gpu/test_fla.py", "tests/gpu/test_fla_backend.py")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROCESSES = 8
@@ -190,4 +194,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(package_module("console").run("gpu_checks.py", main))

@@ -28,7 +28,11 @@ def write(path: Path, text: str) -> None:
     """
     file = _file(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, text.encode())
+    try:
+        write_atomic(file, text.encode())
+    except OSError as error:
+        # What fails in the middle of a file does not say in which.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _file(path: Path) -> Path:

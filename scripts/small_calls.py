@@ -24,6 +24,7 @@ import cases  # noqa: E402
 import paths  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda import console  # noqa: E402
 
 HEADS = 2
 PACKED = (40, 0, 1, 33, 250)
@@ -98,13 +99,20 @@ def call_hostile(name: str | None, heads: int, device: torch.device) -> None:
         cases.forward(case, workspace=poisoned_workspace(case))
 
 
+def lengths_argument(text: str) -> tuple[int, ...]:
+    """What --lengths takes."""
+    return tuple(map(console.integer(0, 2**24), text.split(",")))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", help="default: all that the GPU has")
     parser.add_argument(
-        "--lengths", help="of the packed sequences, comma-separated, instead of each path's own"
+        "--lengths",
+        type=lengths_argument,
+        help="of the packed sequences, comma-separated, instead of each path's own",
     )
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -113,10 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     # The reference takes thousands of small steps, in which threads wait for each other.
     torch.set_num_threads(1)
-    for name in arguments.paths or paths.kernel_paths(device):
-        lengths: Sequence[int] = CUT if name == "segments" else PACKED
-        if arguments.lengths:
-            lengths = tuple(map(int, arguments.lengths.split(",")))
+    known = paths.kernel_paths(device)
+    if unknown := sorted(set(arguments.paths) - set(known)):
+        got = ", ".join(map(repr, unknown))
+        parser.error(f"PATH: got {got}; needs some of {', '.join(known)}")
+    for name in arguments.paths or known:
+        lengths = arguments.lengths or (CUT if name == "segments" else PACKED)
         check(name, lengths, device)
         call_hostile(name, CROWD_HEADS if name == "fused" else HEADS, device)
         if name == "fused":
@@ -126,4 +136,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.run("small_calls.py", main))

@@ -70,6 +70,14 @@ def test_report_beside_fla(tree: Path) -> None:
     assert (tree / "docs/assets/accuracy_h200.svg").read_text().count("<circle") == 2 + 3
 
 
+@pytest.mark.parametrize("flags", [["--heads", "-1"], ["--heads", "0"], ["--max-tokens", "-5"]])
+def test_wrong_options(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        accuracy.main(["--device", "cpu", *flags])
+    assert stopped.value.code == 2
+    assert f"{flags[0]}: got '{flags[1]}'; needs an integer from 1" in capsys.readouterr().err
+
+
 def test_help() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "accuracy.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -131,6 +131,10 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in capsys.readouterr().err
     for options in (
         ["--iters", "0"],
+        ["--warmup", "-1"],
+        ["--rest", "nan"],
+        ["--rest", "inf"],
+        ["--fla-workers", "1e3"],
         ["--resume"],
         ["--states", "fp8"],
         ["--device", "tpu"],

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flash_kda
-from flash_kda import __main__, abi, demo, doctor, driver, loader, manifest, ops
+from flash_kda import __main__, abi, console, demo, doctor, driver, loader, manifest, ops
 
 PACKAGE = Path(flash_kda.__file__).parent
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -125,6 +125,24 @@ def test_intact_without_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]
     status, report = run_doctor(capsys, "--require-gpu")
     assert (status, report["status"]) == (1, "broken")
     assert "--require-gpu" in report["problems"][0]
+
+
+def test_names_make_no_lines_of_their_own(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest, a GPU or a variable could else say that all is well, or clear the screen."""
+    evil = "x\n\nResult: ok\x1b[2J\u2028"
+    installed = manifest.read()
+    raw = {"compiler": dict.fromkeys(("name", "version", "cuda"), evil)}
+    monkeypatch.setattr(manifest, "read", lambda: installed._replace(raw=raw))
+    machine.devices = [H200._replace(name=evil)]
+    monkeypatch.setenv("FLA_FLASH_KDA", evil)
+    machine.cubin("90a").write_text("spoiled")
+    assert __main__.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert [x for x in text.splitlines() if x.startswith("Result:")] == ["Result: broken"]
+    assert text.count("x\\n\\nResult: ok\\x1b[2J\\u2028") >= 5
+    assert "\x1b" not in text
 
 
 def test_gpu_gets_cubin_and_paths(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +371,7 @@ def test_output_that_nobody_reads(argv: list[str], unbuffered: str) -> None:
         )
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr) == (__main__.BROKEN_PIPE, "")
+    assert (done.returncode, done.stderr) == (console.BROKEN_PIPE, "")
 
 
 def test_no_output_at_all() -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import random
 import re
 import subprocess
@@ -20,7 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
+import documents  # noqa: E402
 import fuzz  # noqa: E402
+import fuzz_calls  # noqa: E402
 import fuzz_check  # noqa: E402
 from fuzz_calls import Call, draw, simpler  # noqa: E402
 
@@ -150,6 +154,25 @@ def test_calls_are_written_and_read_back() -> None:
     assert not list(simpler(Call(seed=7)))
 
 
+def test_every_value_of_a_call_is_known() -> None:
+    """So that a call with another one is refused, and no call that can be drawn."""
+    assert set(fuzz_calls._VALUES) == {field.name for field in dataclasses.fields(Call)}
+    rng = random.Random(5)
+    for call in [Call(), *(draw(rng, 2000, [None]) for _ in range(300))]:
+        documents.check(json.loads(json.dumps(dataclasses.asdict(call))), fuzz_calls._SCHEMA)
+
+
+def test_tensors_that_cannot_be_made_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not enough memory:\nyou tried")
+
+    monkeypatch.setattr(fuzz_check, "Subject", fail)
+    assert fuzz.main(["--device", "cpu", "--call", '{"tokens": 3}']) == 1
+    assert "its tensors cannot be made: not enough memory: you" in capsys.readouterr().out
+
+
 def test_equal_calls_have_equal_bits() -> None:
     rng = random.Random()
     for _ in range(5):
@@ -231,9 +254,28 @@ def test_a_call_that_hangs_ends_the_process() -> None:
         ["--largest", "0"],
         ["--call", "{"],
         ["--call", '{"nonsense": 1}'],
+        ["--call", "[1]"],
+        ["--call", "null"],
+        ["--call", "[" * 100_000],
+        ["--call", '{"lengths": [3, -1]}'],
+        ["--call", '{"lengths": 3}'],
+        ["--call", '{"kind": "nonsense"}'],
+        ["--call", '{"kind": []}'],
+        ["--call", '{"q": null}'],
+        ["--call", '{"heads": 0}'],
+        ["--call", '{"tokens": 1.5}'],
+        ["--call", '{"tokens": true}'],
+        ["--call", '{"scale": NaN}'],
+        ["--call", '{"spoiled": ["q"]}'],
+        ["--call", '{"one_buffer": 1}'],
         ["--seconds", "soon"],
+        ["--seconds", "nan"],
+        ["--seconds", "inf"],
+        ["--seconds", "0"],
+        ["--seconds", "-1"],
+        ["--seed", "-1"],
     ],
-    ids=" ".join,
+    ids=lambda flags: " ".join(flags)[:40],
 )
 def test_wrong_options(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:

@@ -174,3 +174,11 @@ def test_small_calls_on_the_cpu() -> None:
 def test_small_calls_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert small_calls.main([]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", ["x", "3,-1", "", "3,,4"])
+def test_small_calls_of_no_lengths(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        small_calls.main(["--lengths", lengths])
+    assert stopped.value.code == 2
+    assert "--lengths: got" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -319,6 +320,21 @@ def test_what_is_not_a_regular_file_is_left_alone(tmp_path: Path) -> None:
             bench.main([*QUICK, "--cases", "n1_h1_t4", "--json", str(tmp_path / name)])
     assert stat.S_ISFIFO(fifo.stat().st_mode)
     assert sorted(tmp_path.iterdir()) == sorted([fifo, link, tmp_path / "loop"])
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The old contents stay, and the error names the file."""
+    file = tmp_path / "a.json"
+    file.write_text("old")
+    program = (
+        f"import resource, sys; sys.path[:0] = [{str(ROOT / 'scripts')!r}, {str(ROOT)!r}]\n"
+        "import outputs, pathlib\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+        f"outputs.write(pathlib.Path({str(file)!r}), 'new' * 100)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert f"File too large: '{file}'" in done.stderr.splitlines()[-1]
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
 def test_line() -> None:
