@@ -93,7 +93,7 @@ def fwd(
     CUDA tensors: runs on their device and its current stream, without waiting for the device, and
     may be captured in a CUDA graph. CPU tensors: computes the same function in fp32 with plain
     torch operations. Results of equal calls on one device are bitwise equal. There is no backward
-    pass.
+    pass; that of another operation refuses tensors it saved that have been written here since.
 
     Args:
         q, k, v, g: bf16 [B, T, H, 128], all of one shape. The last dimension is contiguous, the
