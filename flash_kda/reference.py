@@ -351,12 +351,21 @@ def _normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _log_decay(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, dtype: torch.dtype
 ) -> Tensor:
-    """Natural logarithm of the decays, in ``[lower_bound, 0]``; A_log and dt_bias broadcast."""
+    """Natural logarithm of the decays, in ``[lower_bound, 0]``; A_log and dt_bias broadcast.
+
+    Where exp(A_log) leaves the range of ``dtype``, nothing becomes infinity times zero.
+    """
     x = g.to(dtype)
-    if dt_bias is not None:
-        x = x + dt_bias.to(dtype)
+    bias = None if dt_bias is None else dt_bias.to(dtype)
+    slope = None
     if A_log is not None:
-        x = x * torch.exp(A_log.to(dtype))
+        slope = torch.exp(A_log.to(dtype)).clamp_(max=torch.finfo(dtype).max)
+        if bias is not None:
+            bias = bias.masked_fill(slope == 0, 0)
+    if bias is not None:
+        x = x + bias
+    if slope is not None:
+        x = x * slope
     return lower_bound * _sigmoid(x)
 
 

@@ -95,6 +95,18 @@ def test_gate_parameters_of_any_float_type(rng: cases.Random, dtype: torch.dtype
     assert_accurate(case, *forward(case), BOUND)
 
 
+@pytest.mark.parametrize("a_log", [-800.0, -100.0, 0.0, 90.0])
+def test_gate_parameters_beyond_fp32(rng: cases.Random, a_log: float) -> None:
+    case = make_case(rng, tokens=30)
+    A_log = torch.full_like(case.A_log, a_log, dtype=torch.float64)
+    dt_bias = 1e300 * rng.normal(*case.dt_bias.shape).double()
+    for changed in (
+        case.but(A_log=A_log, dt_bias=dt_bias),
+        case.but(A_log=A_log, dt_bias=None, g=torch.zeros_like(case.g)),
+    ):
+        assert_accurate(changed, *forward(changed), BOUND)
+
+
 @pytest.mark.parametrize("missing", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")])
 def test_gate_parameters_may_be_missing(rng: cases.Random, missing: tuple[str, ...]) -> None:
     case = make_case(rng, tokens=30).but(**dict.fromkeys(missing))

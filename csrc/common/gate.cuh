@@ -69,6 +69,11 @@ struct Gate {
     for (int i = 0; i < kCount; ++i) bias[i] = 0.0f;
     if (p.dt_bias_dtype != kAbsent) {
       load_any(bias, p.dt_bias, static_cast<long long>(head) * kHeadDim + channel, p.dt_bias_dtype);
+      // It may be infinite, from fp64. Where the slope is zero it does not matter.
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (slope == 0.0f) bias[i] = 0.0f;
+      }
     }
   }
 

@@ -142,7 +142,7 @@ def test_scale_zero(rng: cases.Random) -> None:
     assert_accurate(case.but(scale=1.0), forward(case.but(scale=1.0))[0], state)
 
 
-@pytest.mark.parametrize("a_log", [-100.0, -5.0, 5.0, 20.0, 88.0, 89.0, 1e30, math.inf])
+@pytest.mark.parametrize("a_log", [-800.0, -100.0, -5.0, 5.0, 20.0, 88.0, 89.0, 1e30, math.inf])
 @pytest.mark.parametrize("tokens", [37, 160])
 def test_steep_gates(rng: cases.Random, a_log: float, tokens: int) -> None:
     """exp(A_log) beyond fp32 makes the gate a step; tokens past a chunk's end do not decay."""
@@ -150,6 +150,18 @@ def test_steep_gates(rng: cases.Random, a_log: float, tokens: int) -> None:
     A_log = torch.full_like(case.A_log, a_log, dtype=torch.float64)
     dt_bias = 2 * rng.normal(*case.dt_bias.shape)
     check(case.but(A_log=A_log, dt_bias=dt_bias))
+
+
+@pytest.mark.parametrize("a_log", [-800.0, -100.0, 0.0, 90.0])
+def test_biases_beyond_fp32(rng: cases.Random, a_log: float) -> None:
+    """Those of fp64: the gate is a step to either side, or flat where exp(A_log) is zero. With a
+    steep one gate inputs of zero lie on the step."""
+    case = make_case(rng, tokens=160, heads=3)
+    A_log = torch.full_like(case.A_log, a_log, dtype=torch.float64)
+    dt_bias = 1e300 * rng.normal(*case.dt_bias.shape).double()
+    check(case.but(A_log=A_log, dt_bias=dt_bias))
+    flat = case.but(A_log=A_log, dt_bias=torch.zeros_like(dt_bias), g=torch.zeros_like(case.g))
+    check(flat)
 
 
 @pytest.mark.parametrize("missing", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")])
