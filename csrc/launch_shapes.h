@@ -54,8 +54,8 @@ constexpr RecurrenceShape kRecurrenceV32{2, 1, 5, 1};
 
 // By wgmma, whose swizzle counts from multiples of 1024: the sm90 family's walk through records of
 // pairs, and what finds the maps of segments, of which two CTAs share a multiprocessor.
-constexpr RecurrenceShape kWalk{4, 1, 6, 1, kPair, 3, 1024};
-constexpr RecurrenceShape kAffine{4, 1, 3, 4, kPair, 3, 1024};
+constexpr RecurrenceShape kWalk{4, 1, 6, 1, kPair, 4, 1024};
+constexpr RecurrenceShape kAffine{4, 1, 3, 4, kPair, 4, 1024};
 constexpr int kAffineCtasPerSm = 2;
 
 constexpr int kPairsOfCta = 2;  // two warps make the record of each
