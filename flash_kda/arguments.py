@@ -40,6 +40,7 @@ _FP32_MAX = 3.4028234663852886e38
 _LOWEST_BOUND = -5.0
 _VECTOR_BYTES = 16
 _WORKSPACE_ALIGNMENT = 256
+_OWN_MEMORY = "memory that no other argument uses"
 _LOW_ADDRESS = 1 << 40  # a view of a storage without memory has its offset for an address
 _ALIGNED_16 = (Q, K, V, G, OUT)
 
@@ -413,11 +414,15 @@ def _check_overlap(written: int, other: int, distance: int, layout: Layout) -> N
     mine, theirs = layout.geometries[written], layout.geometries[other]
     assert mine is not None and theirs is not None
     if overlap.share_memory(mine, theirs, distance):
-        needs = "memory that no other argument uses"
+        needs = _OWN_MEMORY
         if states:
             needs = "memory of its own, or to be the very tensor given as initial_state"
-        got = f"a tensor that shares memory with {NAMES[other]}"
-        raise ValueError(refuse(NAMES[written], got, needs))
+        raise ValueError(not_alone(NAMES[written], NAMES[other], needs))
+
+
+def not_alone(written: str, other: str, needs: str = _OWN_MEMORY) -> str:
+    """What is said of an argument that is written and shares memory with another."""
+    return refuse(written, f"a tensor that shares memory with {other}", needs)
 
 
 def _with_copies(

@@ -14,7 +14,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from . import abi, cpu, library, loader, versions
-from .arguments import check, check_workspace_size, not_a_flag, scalars
+from .arguments import check, check_workspace_size, not_a_flag, not_alone, scalars
 from .layout import (
     INDICES,
     LIMIT_TEXT,
@@ -157,6 +157,10 @@ def fwd(
         # Traced as one operator, so that the compiler does not follow the pointers inside.
         execute = _operator
         scale, lower_bound = scalars(scale, lower_bound, beta_is_logits)
+        # Some backends give the operator a copy of what it writes, and the overlap would not show.
+        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+            if out is x:
+                raise ValueError(not_alone("out", name))
     execute(
         q,
         k,

@@ -282,6 +282,23 @@ def test_wrong_scalars_in_compiled_calls(
         assert str(compiled.value).startswith(str(caught.value))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_an_input_as_the_output_is_refused_when_compiled(rng: cases.Random, name: str) -> None:
+    """The backend hands the operator a copy of what it writes, so only the trace can tell."""
+    case = make_case(rng, tokens=20)
+    x = getattr(case, name)
+    before = x.clone()
+
+    def step(out: Tensor) -> None:
+        flash_kda.fwd(**{**vars(case), name: out}, out=out)
+
+    torch._dynamo.reset()
+    needs = f"out: got a tensor that shares memory with {name}"
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=needs):
+        torch.compile(step, backend="aot_eager")(x)
+    assert same_bits(x, before)
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_older_name_of_state_v_first_compiles(rng: cases.Random, fullgraph: bool) -> None:
     case = make_case(rng, tokens=20)
