@@ -129,9 +129,8 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   }
   const int64_t chunks_of_sequence = sequences == 0 ? 0 : chunks / sequences;
   Plan plan{};
-  plan.path = forced_path == FLASH_KDA_PATH_AUTO
-                  ? choose_path(chains, chunks_of_sequence, gpu)
-                  : static_cast<Path>(forced_path);
+  plan.path = forced_path == FLASH_KDA_PATH_AUTO ? choose_path(chains, chunks_of_sequence, gpu)
+                                                 : static_cast<Path>(forced_path);
   if (!is_portable(plan.path) && gpu.capability != kHopper) {
     fail(FLASH_KDA_PATH_UNAVAILABLE,
          "path %s needs a GPU of compute capability 9.0, this one has %d.%d", path_name(plan.path),
