@@ -15,6 +15,8 @@ source scripts/lib.sh
 python=${PYTHON:-python3}
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.5.0 0.5.1 0.5.2 0.6.0)
+reason=$("$python" -c 'import flash_kda, pytest, torch, triton' 2>&1) ||
+  fail "$python needs flash-kda, torch, Triton and pytest (${reason##*$'\n'}): set PYTHON to one that has them"
 failed=()
 for version in "${versions[@]}"; do
   say "flash-linear-attention $version"
