@@ -313,8 +313,9 @@ def _number(name: str, value: Any) -> float:
             got = f"a {type(value).__name__} without a value (fake, traced or transformed)"
             raise TypeError(refuse(name, got, needs)) from error
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if torch.compiler.is_compiling() and hasattr(value, "item"):
-            return float(value.item())  # a number of numpy, which the compiler shows as an array
+        if torch.compiler.is_compiling() and getattr(value, "ndim", None) == 0:
+            item: Any = value  # a number of numpy, which the compiler shows as an array
+            return _number(name, item.item())
         got = "None" if value is None else f"{shown(value)} of type {type(value).__name__}"
         raise TypeError(refuse(name, got, needs))
     try:

@@ -207,7 +207,8 @@ def chunk_kda(
             needs = "one dimension, [N + 1]"
             _refuse_dimensions("cu_seqlens", cu_seqlens, "a torch.Tensor or None", needs)
         sequences = cu_seqlens.shape[0] - 1
-        if sequences < 0:
+        # Not of a number that the compiler does not know.
+        if not torch.compiler.is_compiling() and sequences < 0:
             raise ValueError(_refuse("cu_seqlens", "no entries", "N + 1 entries: at least 1"))
     if max_num_seqs is not None:
         most = integer("chunk_kda", "max_num_seqs", max_num_seqs)

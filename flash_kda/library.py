@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import versions
 from .arguments import check_derivatives
 
 NAMESPACE = "flash_kda"
@@ -27,6 +28,7 @@ SCHEMA = (
     "Tensor(d!)? checkpoint_states=None) -> ()"
 )
 _ARGUMENTS = tuple(argument.name for argument in torch._C.parse_schema(SCHEMA).arguments)
+_WRITTEN = ("out", "final_state", "workspace", "checkpoint_states")
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 """Kept: deleting it would undo the registration."""
@@ -38,6 +40,7 @@ def register(run: Callable[..., None]) -> torch._ops.OpOverload:
     for key in ("CPU", "CUDA"):
         _library.impl("fwd", run, key)
     _library.impl("fwd", _forward_only, "Autograd", with_keyset=True)
+    _library.impl("fwd", _in_place, "ADInplaceOrView", with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::fwd", _fake, lib=_library)
     return torch.ops.flash_kda.fwd.default
 
@@ -48,11 +51,25 @@ def _forward_only(keyset: Any, *args: Any, **kwargs: Any) -> None:
     ``run`` refuses them, too, but does not see them all: torch.compile differentiates a graph
     without running it, and torch.func takes its wrappers off on the way down.
     """
-    named = (*zip(_ARGUMENTS, args), *kwargs.items())  # noqa: B905  (those with defaults may lack)
-    check_derivatives([(name, x) for name, x in named if isinstance(x, Tensor)])
+    check_derivatives(_tensors(args, kwargs))
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
         torch.ops.flash_kda.fwd.default.redispatch(below, *args, **kwargs)
+
+
+def _in_place(keyset: Any, *args: Any, **kwargs: Any) -> None:
+    """The operator for version counters: go on below, then say what has been written.
+
+    ``run`` says so, too, but is no part of what torch.compile differentiates.
+    """
+    below = keyset & torch._C._after_ADInplaceOrView_keyset
+    torch.ops.flash_kda.fwd.default.redispatch(below, *args, **kwargs)
+    versions.wrote([x for name, x in _tensors(args, kwargs) if name in _WRITTEN])
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    named = (*zip(_ARGUMENTS, args), *kwargs.items())  # noqa: B905  (those with defaults may lack)
+    return [(name, x) for name, x in named if isinstance(x, Tensor)]
 
 
 def _fake(*args: Any, **kwargs: Any) -> None:

@@ -158,9 +158,12 @@ def fwd(
         execute = _operator
         scale, lower_bound = scalars(scale, lower_bound, beta_is_logits)
         # Some backends give the operator a copy of what it writes, and the overlap would not show.
-        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        inputs = (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))
+        for name, x in (*inputs, ("initial_state", initial_state), ("final_state", final_state)):
             if out is x:
                 raise ValueError(not_alone("out", name))
+            if checkpoint_states is not None and checkpoint_states is x:
+                raise ValueError(not_alone("checkpoint_states", name))
     execute(
         q,
         k,

@@ -256,6 +256,7 @@ def test_numbers_in_compiled_calls(
     ("name", "value"),
     [
         *(("scale", x) for x in (True, None, "1", 1j, torch.ones(1), torch.tensor(True))),
+        *(("scale", x) for x in (np.ones(1),)),
         *(("lower_bound", x) for x in (True, None, "-1", 1j, -torch.ones(1))),
         *(("beta_is_logits", x) for x in (1, 0, None, "yes")),
         *(("scale", x) for x in (float("nan"), 1e39)),
@@ -280,6 +281,43 @@ def test_wrong_scalars_in_compiled_calls(
         torch.compile(step, fullgraph=fullgraph, backend="aot_eager")(case.q)
     if compiled.type is caught.type:
         assert str(compiled.value).startswith(str(caught.value))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backward_of_what_is_written_is_refused_when_compiled(
+    rng: cases.Random, backend: str
+) -> None:
+    """Another operation has saved the output for its backward pass, as in an eager program."""
+    case = make_case(rng, tokens=20)
+    out = torch.ones_like(case.v)
+    weight = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(weight: Tensor, out: Tensor) -> Tensor:
+        product = (weight * out).sum()
+        flash_kda.fwd(**vars(case), out=out)
+        return product
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.compile(step, backend=backend)(weight, out).backward()
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiles_a_number_of_sequences_that_depends_on_data(rng: cases.Random) -> None:
+    layer = Layer()
+
+    def step(x: Tensor, bounds: Tensor, mask: Tensor) -> Any:
+        return layer(x, None, bounds[mask.nonzero()[:, 0]])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    bounds = torch.tensor([0, 9, 20, 33], dtype=torch.int32)
+    with torch.no_grad():
+        for kept in ([True, True, True, True], [True, False, True, True]):
+            x, mask = inputs(rng, 1, 33), torch.tensor(kept)
+            expected = step(x, bounds, mask)
+            for ours, theirs in zip(compiled(x, bounds, mask), expected, strict=True):
+                assert same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g"])

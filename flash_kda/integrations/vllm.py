@@ -137,7 +137,8 @@ def _sequences(q: Any, cu_seqlens: Any) -> int | None:
     """Their number, or None for arguments that ``flash_kda.fwd`` refuses."""
     if not isinstance(q, Tensor) or not _is_strided(q) or q.dim() != 4 or not q.shape[2]:
         return None
-    if max(q.shape[0], q.shape[0] * q.shape[1]) > TOKEN_LIMIT:
+    compiling = torch.compiler.is_compiling()  # which may not know the sizes
+    if not compiling and max(q.shape[0], q.shape[0] * q.shape[1]) > TOKEN_LIMIT:
         return None
     if cu_seqlens is None:
         return q.shape[0]
@@ -146,7 +147,7 @@ def _sequences(q: Any, cu_seqlens: Any) -> int | None:
     if cu_seqlens.dtype not in _INTEGERS or cu_seqlens.device != q.device:
         return None
     count = cu_seqlens.shape[0]
-    return count - 1 if 0 < count <= TOKEN_LIMIT + 1 else None
+    return count - 1 if compiling or 0 < count <= TOKEN_LIMIT + 1 else None
 
 
 def _is_strided(tensor: Tensor) -> bool:
