@@ -121,6 +121,8 @@ def read(
     """
     folder = root / f"cubins-{toolkit.requested_cuda(environ)}"
     document = _record(folder / "cubins.json", csrc, _CUBINS)
+    if (cuda := document["compiler"]["cuda"]) != toolkit.requested_cuda(environ):
+        raise BuildError(f"{VARIABLE}: {folder} holds cubins of CUDA {cuda}: make it again")
     made = {entry["target"]: entry for entry in document["cubins"]}
     if missing := [target for target in targets if target not in made]:
         raise BuildError(
@@ -134,6 +136,8 @@ def read(
         data = _contents(file, entry["sha256"])
         if not is_for(target, data):
             raise BuildError(f"{VARIABLE}: {file} is no cubin for {target}: make it again")
+        if not entry["kernels"]:
+            raise BuildError(f"{VARIABLE}: {folder} records no kernels for {target}: make it again")
         kernels = [
             KernelResources(**{name: kernel[name] for name in _KERNEL})
             for kernel in entry["kernels"]

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import io
+import math
 import os
 import re
 import sys
@@ -47,7 +48,8 @@ def run(name: str, command: Callable[[], int]) -> int:
             print(f"{name}: cannot write the output: {error.strerror}", file=sys.stderr)
         status = NOT_WRITTEN
     # The interpreter flushes once more.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # without one, or no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
@@ -88,9 +90,9 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         try:
-            value = float(text)
+            value = float(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
-            value = float("nan")
+            value = math.nan
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
                 f"got {text!r}; needs a number from {least:g} to {most:g}"

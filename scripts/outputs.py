@@ -44,6 +44,9 @@ def _file(path: Path) -> Path:
         file = path.resolve()
         if file.exists() and not file.is_file():
             raise OSError(f"got {path}, which is not a regular file; needs one, or a new name")
+        folder = next(x for x in file.parents if x.exists())
+        if not folder.is_dir():
+            raise OSError(f"got {path}; needs a file in a folder, and {folder} is none")
     except RuntimeError as error:  # links in a circle, before Python 3.13
         raise OSError(f"got {path}; needs a file: {error}") from None
     except ValueError as error:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,13 @@ def parts(tmp_path: Path) -> Path:
     """Cubins for 90a and a launcher, as other commands would have left them."""
     from build_tools.compile import Cubin
     from build_tools.cutlass import Cutlass
+    from build_tools.ptxas_log import KernelResources
     from build_tools.toolkit import Toolkit
 
     tools = Toolkit("12.9", "12.9.86", Path("libnvrtc.so"), None, ())
     root = tmp_path / "parts"
-    cubin = Cubin("90a", wheel_support.CUBIN, [], "", False)
+    kernel = KernelResources("flash_kda_prepare", 128, *[0] * (len(fields(KernelResources)) - 2))
+    cubin = Cubin("90a", wheel_support.CUBIN, [kernel], "", False)
     prebuilt.write_cubins(root, tools, Cutlass(Path("include"), "4.2.0"), [cubin])
     prebuilt.write_launcher(root, prebuilt.machine(), wheel_support.library())
     return root
@@ -209,6 +212,11 @@ def test_parts_are_taken_as_they_are(parts: Path, tmp_path: Path) -> None:
         (lambda root: rewrite(root, cubins=[5]), "lacks what it must record"),
         (lambda root: rewrite(root, cubins=[{"target": "90a"}]), "lacks what it must record"),
         (lambda root: rewrite(root, compiler={"name": 5}), "lacks what it must record"),
+        (
+            lambda root: rewrite(root, compiler={"name": "nvrtc", "version": "1", "cuda": "13.0"}),
+            "holds cubins of CUDA 13.0",
+        ),
+        (lambda root: change_entry(root, kernels=[]), "records no kernels for 90a"),
         (lambda root: rewrite(root, cutlass_version=None), "lacks what it must record"),
         (
             lambda root: change_entry(root, kernels=[{"name": "a"}]),

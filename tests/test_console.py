@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import resource
 import subprocess
@@ -81,6 +82,18 @@ def test_other_errors_stay_as_they_are() -> None:
         assert info.value is error
 
 
+@pytest.mark.parametrize("output", [None, io.StringIO()])
+def test_output_that_is_no_file(
+    monkeypatch: pytest.MonkeyPatch, output: io.StringIO | None
+) -> None:
+    monkeypatch.setattr(sys, "stdout", output)
+
+    def command() -> int:
+        raise BrokenPipeError
+
+    assert console.run("program", command) == console.BROKEN_PIPE
+
+
 def test_why_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert console.failed("program", ValueError("a\nb")) == 2
     assert console.failed("program", OSError(28, "full", "x")) == 2
@@ -97,7 +110,7 @@ def test_what_is_no_integer_of_a_range(text: str) -> None:
     assert console.integer(0, 10)("10") == 10
 
 
-@pytest.mark.parametrize("text", ["", "-1e-9", "10.1", "x", "nan", "inf", "1e400"])
+@pytest.mark.parametrize("text", ["", "-1e-9", "10.1", "x", "nan", "inf", "1e400", "1_0", "٣"])
 def test_what_is_no_number_of_a_range(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="needs a number from 0 to 10"):
         console.number(0, 10)(text)

@@ -318,6 +318,10 @@ def test_what_is_not_a_regular_file_is_left_alone(tmp_path: Path) -> None:
             outputs.write(tmp_path / name, "text")
         with pytest.raises(SystemExit):
             bench.main([*QUICK, "--cases", "n1_h1_t4", "--json", str(tmp_path / name)])
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(SystemExit):
+        bench.main([*QUICK, "--cases", "n1_h1_t4", "--json", str(tmp_path / "file" / "x.json")])
+    (tmp_path / "file").unlink()
     assert stat.S_ISFIFO(fifo.stat().st_mode)
     assert sorted(tmp_path.iterdir()) == sorted([fifo, link, tmp_path / "loop"])
 
