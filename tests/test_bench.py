@@ -21,6 +21,7 @@ import bench  # noqa: E402
 import bench_cases  # noqa: E402
 import bench_facts  # noqa: E402
 import bench_report  # noqa: E402
+import outputs  # noqa: E402
 
 QUICK = ["--device", "cpu", "--warmup", "0", "--iters", "2", "--repeats", "1"]
 ROW_KEYS = {"case", "states", "N", "H", "tokens", "flash_kda_ms", "fla_ms", "path", "host_us"}
@@ -186,11 +187,17 @@ def test_report_of_an_unusable_file(
     assert sorted(tmp_path.iterdir()) == ([path] if content is not None else [])
 
 
-def test_json_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    options = ["--cases", "n1_h1_t4", "--json", str(tmp_path / "file" / "out.json")]
+def test_json_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outputs, "write_atomic", full)
+    options = ["--cases", "n1_h1_t4", "--json", str(tmp_path / "out.json")]
     assert bench.main([*QUICK, *options]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "out.json" in line and "No space left on device" in line
 
 
 def row(case: str, ms: float | None, fla: float | None, states: str = "fp32") -> dict[str, Any]:
