@@ -17,14 +17,13 @@ import torch
 from . import abi, console, driver, loader, manifest
 from ._version import __version__
 from .errors import FlashKDAError, LoaderError
+from .ops import CHECK_VARIABLE, PATH_VARIABLE
 
 SCHEMA = 1
 SHAPES = ((8192, 96, 1), (8192, 12, 1))
 """(tokens, heads, sequences) of the calls whose kernel path is shown for each GPU."""
 
 MIN_TORCH = (2, 4)
-PATH_VARIABLE = "FLASH_KDA_PATH"
-CHECK_VARIABLE = "FLASH_KDA_CHECK"
 VARIABLES = (
     PATH_VARIABLE,
     CHECK_VARIABLE,

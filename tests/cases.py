@@ -278,6 +278,12 @@ def forward_with_checkpoints(
     return out, final, states
 
 
+def state_after(case: Case, sequence: int, tokens: int) -> Tensor:
+    """The float64 state [H, V, K] of one sequence after its first tokens."""
+    state: Tensor = reference(case.part(sequence, 0, tokens))[1][0]
+    return state
+
+
 def relative_error(x: Tensor, expected: Tensor) -> float:
     """``||x - expected|| / ||expected||``; infinite when x holds a NaN or Inf."""
     x, expected = x.to(torch.float64), expected.to(torch.float64)

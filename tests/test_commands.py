@@ -260,7 +260,7 @@ def test_checking_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is on for the values for which ``fwd`` checks, and costs every call a wait."""
-    assert ops.CHECK_VARIABLE == doctor.CHECK_VARIABLE
+    assert ops.CHECK_VARIABLE == "FLASH_KDA_CHECK"
     monkeypatch.setenv("FLASH_KDA_CHECK", value)
     status, report = run_doctor(capsys)
     assert (status, report["problems"]) == (0, [])

@@ -72,15 +72,8 @@ def test_checkpoints(case: cases.Case, workspace: Tensor, dtype: torch.dtype) ->
     out, final_state = call(adapter.fwd, case, workspace, states, offsets)
     assert_accurate(case, out, final_state, BOUND)
     for sequence in (0, 2, 3):
-        _, begin, _ = case.spans[sequence]
-        tokens = slice(begin, begin + int(offsets[sequence]))
-        names = ("q", "k", "v", "g", "beta")
-        part = case.but(
-            **{name: getattr(case, name)[:, tokens] for name in names},
-            initial_state=case.initial_state[sequence : sequence + 1],
-            cu_seqlens=None,
-        )
-        assert relative_error(states[sequence], cases.reference(part)[1][0]) < BOUND
+        truth = cases.state_after(case, sequence, int(offsets[sequence]))
+        assert relative_error(states[sequence], truth) < BOUND
 
 
 def test_checkpoints_of_batch_rows(rng: cases.Random) -> None:
@@ -157,14 +150,8 @@ def test_empty_sequences(
     _, expected = cases.reference(case)
     assert relative_error(given["final_state"], expected) < BOUND
     for n in kept:
-        tokens = slice(bounds[n], bounds[n] + offsets[n])
-        names = ("q", "k", "v", "g", "beta")
-        part = case.but(
-            **{name: getattr(case, name)[:, tokens] for name in names},
-            initial_state=case.initial_state[n : n + 1],
-            cu_seqlens=None,
-        )
-        assert relative_error(given["checkpoint_state"][n], cases.reference(part)[1][0]) < BOUND
+        truth = cases.state_after(case, n, offsets[n])
+        assert relative_error(given["checkpoint_state"][n], truth) < BOUND
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 20), (3, 0)])

@@ -125,14 +125,7 @@ def test_vllm_adapter(rng: cases.Random) -> None:
         )
         assert_accurate(case, out, final)
         for sequence in (0, 2):
-            _, begin, _ = case.spans[sequence]
-            tokens = slice(begin, begin + int(offsets[sequence]))
-            part = case.but(
-                **{x: getattr(case, x)[:, tokens] for x in ("q", "k", "v", "g", "beta")},
-                initial_state=case.initial_state[sequence : sequence + 1],
-                cu_seqlens=None,
-            )
-            truth = cases.reference(part)[1][0]
+            truth = cases.state_after(case, sequence, int(offsets[sequence]))
             assert relative_error(states[sequence], truth) <= 2 * cases.ORDINARY_BOUND
 
 
@@ -162,13 +155,7 @@ def test_vllm_adapter_with_empty_sequences(
     assert relative_error(final, cases.reference(case)[1]) <= 2 * cases.ORDINARY_BOUND
     kept = [n for n, x in enumerate(offsets) if 0 < x <= bounds[n + 1] - bounds[n]]
     for n in kept:
-        tokens = slice(bounds[n], bounds[n] + offsets[n])
-        part = case.but(
-            **{x: getattr(case, x)[:, tokens] for x in ("q", "k", "v", "g", "beta")},
-            initial_state=case.initial_state[n : n + 1],
-            cu_seqlens=None,
-        )
-        truth = cases.reference(part)[1][0]
+        truth = cases.state_after(case, n, offsets[n])
         assert relative_error(states[n], truth) <= 2 * cases.ORDINARY_BOUND
 
 

@@ -15,18 +15,12 @@ from cases import (
     relative_error,
     same_bits,
 )
-from torch import Tensor
 
 import flash_kda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("path")]
 
 LENGTHS = (33, 0, 64, 100, 1, 16)
-
-
-def _expected_state(case: cases.Case, sequence: int, tokens: int) -> Tensor:
-    """float64 state of one sequence after its first tokens."""
-    return reference(case.part(sequence, 0, tokens))[1][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +33,7 @@ def test_checkpoints_of_packed_sequences(
     offsets = [case.spans[n][1] + tokens for n, tokens in wanted]
     _, _, states = forward_with_checkpoints(case, offsets, dtype)
     for (n, tokens), state in zip(wanted, states, strict=True):
-        error = relative_error(state, _expected_state(case, n, tokens))
+        error = relative_error(state, cases.state_after(case, n, tokens))
         assert error <= 2 * cases.ORDINARY_BOUND, f"sequence {n} after {tokens} tokens: {error:.1e}"
 
 
@@ -49,7 +43,7 @@ def test_checkpoints_of_batch_rows(rng: cases.Random) -> None:
     offsets = [70 * row + tokens for row, tokens in wanted]
     _, _, states = forward_with_checkpoints(case, offsets)
     for (row, tokens), state in zip(wanted, states, strict=True):
-        assert relative_error(state, _expected_state(case, row, tokens)) <= cases.ORDINARY_BOUND
+        assert relative_error(state, cases.state_after(case, row, tokens)) <= cases.ORDINARY_BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +99,7 @@ def test_offsets_that_name_nothing_are_passed_over(rng: cases.Random) -> None:
     named = {4: (0, 16), 6: (1, 32), 8: (1, 50)}
     for index, state in enumerate(states):
         if index in named:
-            assert relative_error(state, _expected_state(case, *named[index])) <= 6e-3
+            assert relative_error(state, cases.state_after(case, *named[index])) <= 6e-3
         else:
             assert torch.isnan(state).all(), f"offset {offsets[index]} was written"
 
