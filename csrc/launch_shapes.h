@@ -86,7 +86,7 @@ struct FusedShape {
   }
   constexpr int smem_bytes() const {
     const int stage_bytes = aligned(ChunkRecord::kBytes, 1024);
-    const int group_bytes = (2 * 2 + 1) * kGroupWarps * 2 * kChunk * 4;
+    const int group_bytes = (2 * 2 + 1) * kGroupWarps * 2 * kChunk * 4 + 8;
     const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(FusedWarpMemory)) +
                       groups * group_bytes + solvers * (2 * ChunkRecord::kHalfImageBytes + 8);
     return aligned(bytes, 1024);

@@ -64,6 +64,10 @@ class Ring:
         self.images = [Barrier(GROUP_WARPS) for _ in range(stages)]
         self.full = [[Barrier(1) for _ in range(stages)] for _ in ctas]
         self.solved = [[Barrier(1) for _ in range(solvers)] for _ in ctas]
+        self.squares = [[Barrier(GROUP_WARPS) for _ in range(groups)] for _ in ctas]
+        # Of each group's two places: the chunk and the warps that have published sums of it.
+        self.sums = [[[(-1, 0), (-1, 0)] for _ in range(groups)] for _ in ctas]
+        self.sums_read = [0] * len(kinds)
         self.content: list[list[tuple[str, int]]] = [[("", -1)] * stages for _ in ctas]
         self.growing: list[list[int | None]] = [[None] * solvers for _ in ctas]
         self.made = [0] * len(kinds)  # warps whose images are complete
@@ -94,11 +98,28 @@ class Ring:
         turn, stage = divmod(index, self.stages)
         return lambda: turn == 0 or self.empty[stage].over(turn - 1)
 
+    def publish(self, cta: int, group: int, index: int, place: int) -> None:
+        chunk, published = self.sums[cta][group][place]
+        if chunk != index:
+            if chunk >= 0 and self.sums_read[chunk] < GROUP_WARPS:
+                raise WrongData(f"sums of {index} overwrite those of {chunk}")
+            published = 0
+        self.sums[cta][group][place] = (index, published + 1)
+
     def rows(self, cta: int, group: int, member: int) -> Waits:
+        chunks = 0
         for index in range(cta + CTAS * group, len(self.kinds), CTAS * self.groups):
             yield self.free(index)
             if self.kinds[index] == CHUNK:
                 self.put(cta, index, "rows")
+                self.publish(cta, group, index, chunks % 2)
+                yield lambda: True
+                self.squares[cta][group].arrive()
+                yield lambda n=chunks: self.squares[cta][group].over(n)
+                if self.sums[cta][group][chunks % 2] != (index, GROUP_WARPS):
+                    raise WrongData(f"sums of {index} are not complete")
+                self.sums_read[index] += 1
+                chunks += 1
             yield lambda: True
             turn, solver = divmod(index // CTAS, self.solvers)
             yield lambda at=solver, n=turn: n == 0 or self.solved[cta][at].over(n - 1)

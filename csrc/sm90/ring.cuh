@@ -53,10 +53,12 @@ struct FusedSmem {
   GroupMemory group[kShape.groups];
   int turn;  // of the cluster, in its first CTA
   // images: the four images of a chunk are complete; an arrival of each warp of a group.
+  // squares: the warps of a group have published their sums of squares of a chunk.
   // solved: K^ of a solver's chunk has been read; its arrival.
   // full: the record is complete; one arrival, of the solver, or of the CTA that sent it.
   // empty: every computing warp of the cluster has read it; arrivals go to the stage's owner.
   Barrier::ValueType images[kShape.stages];
+  Barrier::ValueType squares[kShape.groups];
   Barrier::ValueType solved[kShape.solvers];
   Barrier::ValueType full[kShape.stages];
   Barrier::ValueType empty[kShape.stages];
@@ -69,6 +71,8 @@ struct FusedSmem {
       Barrier::init(&full[i], is_own ? kArrivalsOfWarp : 1);
       Barrier::init(&empty[i], kArrivalsOfWarp * kShape.cluster * kShape.warps);
     }
+    for (int i = 0; i < kShape.groups; ++i)
+      Barrier::init(&squares[i], kArrivalsOfWarp * kGroupWarps);
     for (int i = 0; i < kShape.solvers; ++i) Barrier::init(&solved[i], kArrivalsOfWarp);
     cutlass::arch::fence_barrier_init();
   }

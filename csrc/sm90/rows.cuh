@@ -1,6 +1,7 @@
 // One warp of a group of four that turns the raw rows of a chunk into its images. Warp w owns
 // channels 32w .. 32w+31 of all tokens; a lane two of them in half of the tokens, so that the
-// running sum of the decay crosses lanes once. The four meet once a chunk, for the norms.
+// running sum of the decay crosses lanes once. The four wait for each other once a chunk, for the
+// norms.
 //
 // A lane goes through its tokens in the order 0 1 2 3 4 5 6 7 or, in the later half, 4 5 6 7 0 1 2
 // 3: rows r and r + 8 of an image lie in the same banks, rows r and r + 12 do not.
@@ -55,7 +56,8 @@ class RowsWarp {
         wait_for_solver(index);  // as with a chunk: the next turn is told from this one by it
       } else {
         make_images(smem_.stage[stage].record, index, length);
-        fence_async_shared();  // wgmma reads them, and a bulk copy
+        // No fence for the async proxy: the solver has one, between these stores and all that reads
+        // the images by that proxy.
         __syncwarp();
       }
       if (arrives(lane_)) Barrier::arrive(&smem_.images[stage]);
@@ -187,9 +189,12 @@ class RowsWarp {
         cute::cast_smem_ptr_to_uint(
             smem_.growing[static_cast<unsigned>(index) / kShape.cluster % kShape.solvers].image) +
         (warp_ >> 1) * ChunkRecord::kHalfImageBytes;
+    __syncwarp();  // all lanes have published
+    if (arrives(lane_)) Barrier::arrive(&smem_.squares[group_]);
     float log2_decay[kRows][2], total[2];
     sum_log2_decays(log2_decay, total, half_image, length);
-    meet();
+    Barrier::wait(&smem_.squares[group_], parity_);
+    stay_behind_wait();
     collect_norms(record, squares);
     wait_for_solver(index);
     parity_ ^= 1;
