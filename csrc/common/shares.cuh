@@ -26,15 +26,21 @@ class Shares {
         size_(max((all_ + p.clusters - 1) / p.clusters, longest + 1ll * kChainCost)),
         heads_of_cost_(1.0 / static_cast<double>(of_head_)) {}
 
-  // By all lanes of a warp together.
-  __device__ __forceinline__ Share of(int turn, int lane) const {
-    const long long begin = size_ * turn, end = min(begin + size_, all_);
-    if (begin >= end) return {0, 0, Share::kWhole, 0};
-    const Place first = find(end - 1, lane), last = find(begin, lane);
-    Share share = {first.job, first.job - last.job + 1, Share::kWhole,
-                   max(last.done - kChainCost, 0)};
-    if (first.done + 1 < first.cost) {
-      share.first_end = first.done + 1 - kChainCost;
+  // A warp finds the shares of 16 turns at once, beginning with `first`: lane 2i that of the i-th,
+  // while the next one searches for its end.
+  __device__ __forceinline__ Share of_turns_from(int first, int lane) const {
+    const long long begin = size_ * (first + (lane >> 1)), end = min(begin + size_, all_);
+    const bool some = begin < end;
+    const Place place = some ? find(lane & 1 ? end - 1 : begin) : Place{0, 0, 0};
+    const Place last = {__shfl_sync(kWarpMask, place.job, lane | 1),
+                        __shfl_sync(kWarpMask, place.done, lane | 1),
+                        __shfl_sync(kWarpMask, place.cost, lane | 1)};
+    if (!some) return {0, 0, Share::kWhole, 0};
+    // It is gone through from the end.
+    Share share = {last.job, last.job - place.job + 1, Share::kWhole,
+                   max(place.done - kChainCost, 0)};
+    if (last.done + 1 < last.cost) {
+      share.first_end = last.done + 1 - kChainCost;
       if (share.first_end <= 0) {  // before its chunks: all of it is the next share's
         share.first_end = Share::kWhole;
         --share.first_job;
@@ -57,14 +63,17 @@ class Shares {
     return chunks + count * kChainCost;
   }
 
-  __device__ __forceinline__ Place find(long long x, int lane) const {
+  __device__ __forceinline__ Place find(long long x) const {
     // x < 2^36; a division of integers takes as long as all the rest. The quotient may be one off.
     int head = static_cast<int>(static_cast<double>(x) * heads_of_cost_);
     long long rest = x - head * of_head_;
     if (rest < 0) --head, rest += of_head_;
     if (rest >= of_head_) ++head, rest -= of_head_;
-    const auto before = [&](int n) { return cost_before(n); };
-    const int sequence = count_at_most(before, p_.sequences, rest, lane) - 1;
+    int sequence = 0, after = p_.sequences;  // the last sequence that begins there or before
+    while (after - sequence > 1) {
+      const int middle = sequence + (after - sequence) / 2;
+      (cost_before(middle) <= rest ? sequence : after) = middle;
+    }
     const long long begin = cost_before(sequence);
     return {head * p_.sequences + sequence, static_cast<int>(rest - begin),
             static_cast<int>(cost_before(sequence + 1) - begin)};

@@ -65,11 +65,12 @@ __device__ __forceinline__ void share_out(const ForwardParams& p, const int* rec
                                           int longest) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Shares shares(p, record_begin, longest);
-  for (int turn = warp; turn < p.clusters; turn += kScheduleWarps) {
-    const Share share = shares.of(turn, lane);
-    if (lane == 0) p.shares[turn] = share;
-    if (lane < kStateWarps) p.handed_on[turn * kStateWarps + lane] = 0;
+  for (int first = 16 * warp; first < p.clusters; first += 16 * kScheduleWarps) {
+    const Share share = shares.of_turns_from(first, lane);
+    const int turn = first + (lane >> 1);
+    if (lane % 2 == 0 && turn < p.clusters) p.shares[turn] = share;
   }
+  for (int i = threadIdx.x; i < p.clusters * kStateWarps; i += kScheduleThreads) p.handed_on[i] = 0;
   if (threadIdx.x == 0) *p.next_turn = 0;
 }
 
@@ -77,6 +78,7 @@ __device__ void schedule(const ForwardParams& p) {
   static_assert(kScheduleWarps == 32, "block_scan reads one total a lane");
   __shared__ int totals[kScheduleWarps];
   __shared__ int class_offset[kLengthClasses];
+  __shared__ int ends[kScheduleThreads];
   __shared__ int first_begins[kScheduleThreads + 1];  // of record_begin
   const int tid = threadIdx.x;
   allow_next_launch();
@@ -89,7 +91,7 @@ __device__ void schedule(const ForwardParams& p) {
   // The running maximum of the boundaries is what makes any cu_seqlens safe: starts never decrease,
   // so all records together are at most T / record_tokens + N, which is what the workspace holds.
   int reached = read_boundary(p, 0);
-  int records = 0, longest = 0;
+  int records = 0, own_longest = 0;
   if (tid == 0) {
     p.sequence_start[0] = reached;
     p.record_begin[0] = first_begins[0] = 0;
@@ -97,22 +99,26 @@ __device__ void schedule(const ForwardParams& p) {
   for (int base = 0; base < p.sequences; base += kScheduleThreads) {
     const int n = base + tid;
     const bool present = n < p.sequences;
+    const int reached_before = reached;
     const int end = block_scan(present ? read_boundary(p, n + 1) : 0, reached, totals, Max{});
     // The sequence starts where the one before it ended; that thread has just computed it.
+    ends[tid] = end;
     if (present) p.sequence_start[n + 1] = end;
     __syncthreads();
-    const int length = present ? end - p.sequence_start[n] : 0;
+    const int length = present ? end - (tid == 0 ? reached_before : ends[tid - 1]) : 0;
     const int own_records = records_of(length, p.record_tokens);
     const int end_record = block_scan(own_records, records, totals, Sum{});
-    if (p.shares != nullptr) block_scan(own_records, longest, totals, Max{});
+    own_longest = max(own_longest, own_records);
     if (present) {
       p.record_begin[n + 1] = end_record;
       if (n < kScheduleThreads) first_begins[n + 1] = end_record;
-      atomicAdd(&class_offset[length_class(length)], 1);
+      if (p.shares == nullptr) atomicAdd(&class_offset[length_class(length)], 1);
     }
   }
   __syncthreads();
   if (p.shares != nullptr) {
+    int longest = 0;
+    block_scan(own_longest, longest, totals, Max{});
     share_out(p, p.sequences <= kScheduleThreads ? first_begins : p.record_begin, longest);
     return;  // the order is for others
   }
