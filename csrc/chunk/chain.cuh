@@ -61,6 +61,10 @@ class Chain {
     // One step back: outputs are written while the next step is worked on.
     next_out_ = static_cast<unsigned char*>(p_.out) + slice.token_bytes(p_.out_stride, first_row) +
                 2 * (token - kTokens) * p_.out_stride.token + byte;
+    if constexpr (kMovesBefore) {
+      next_value_ -= value_step_;
+      next_out_ -= out_step_;
+    }
     copy_async_wait<0>();  // of the sequence before: zeros fetched past its end
     __syncwarp();          // all lanes have read its values and outputs
     first_value_ = 0;
@@ -159,6 +163,10 @@ class Chain {
   static constexpr int kUnits = Memory::kRowsOfV / 8;  // 16-byte pieces of a token row
   static constexpr int kTokensAtOnce = 32 / kUnits;    // rows that a warp moves at once
   static constexpr int kRounds = kTokens / kTokensAtOnce;
+  // Whether addresses move on right before an access and not right behind one, where the last one
+  // is still to be read and would be waited for. With pairs of chunks a step is shorter for it; in
+  // `fused` the calls took longer (docs/performance.md).
+  static constexpr bool kMovesBefore = kTokens == kPair;
   static_assert(kRounds * kTokensAtOnce == kTokens && kTokensAtOnce % 8 == 0,
                 "lanes share a step's rows evenly, and units are permuted by row % 8");
 
@@ -172,8 +180,9 @@ class Chain {
     unsigned char* const to = memory_.value[slot] + piece_;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
+      if constexpr (kMovesBefore) next_value_ += value_step_;
       copy_async_16(to + i * kTokensAtOnce * kRowBytes, next_value_, rows_left_ > 0);
-      next_value_ += value_step_;
+      if constexpr (!kMovesBefore) next_value_ += value_step_;
       rows_left_ -= kTokensAtOnce;
     }
     copy_async_commit();
@@ -243,10 +252,11 @@ class Chain {
   __device__ __forceinline__ void write_output(const uint4 (&pieces)[kRounds]) {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
+      if constexpr (kMovesBefore) next_out_ += out_step_;
       // V is fetched kValues steps ahead of the output.
       if (done_ > 0 && rows_left_ > i * kTokensAtOnce - kValues * kTokens)
         *reinterpret_cast<uint4*>(next_out_) = pieces[i];
-      next_out_ += out_step_;
+      if constexpr (!kMovesBefore) next_out_ += out_step_;
     }
   }
 
