@@ -361,7 +361,7 @@ def _log_decay(
     if A_log is not None:
         slope = torch.exp(A_log.to(dtype)).clamp_(max=torch.finfo(dtype).max)
         if bias is not None:
-            bias = bias.masked_fill(slope == 0, 0)
+            bias = bias.masked_fill((slope == 0) & ~bias.isnan(), 0)
     if bias is not None:
         x = x + bias
     if slope is not None:

@@ -10,6 +10,7 @@
 namespace flash_kda {
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargest = 0x1.fffffep127f;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(double x) { return static_cast<float>(x); }
@@ -62,17 +63,18 @@ struct Gate {
   __device__ __forceinline__ Gate(const ForwardParams& p, int head, int channel) : slope(-kLog2E) {
     if (p.a_log_dtype != kAbsent) {
       slope *= expf(load_any(p.a_log, head, p.a_log_dtype));
-      // Finite, so that slope * 0 is 0; this steep the gate is a step already. NaN stays NaN.
-      if (slope < -0x1p120f) slope = -0x1p120f;
+      // Finite, so that slope * 0 is 0; this steep the gate is a step already, but for arguments of
+      // less than 2^-123. NaN stays NaN.
+      if (slope < -kLargest) slope = -kLargest;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) bias[i] = 0.0f;
     if (p.dt_bias_dtype != kAbsent) {
       load_any(bias, p.dt_bias, static_cast<long long>(head) * kHeadDim + channel, p.dt_bias_dtype);
-      // It may be infinite, from fp64. Where the slope is zero it does not matter.
+      // It may be infinite, from fp64. Where the slope is zero it does not matter; NaN stays NaN.
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (slope == 0.0f) bias[i] = 0.0f;
+        if (slope == 0.0f && bias[i] == bias[i]) bias[i] = 0.0f;
       }
     }
   }

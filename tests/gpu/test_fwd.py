@@ -164,6 +164,27 @@ def test_biases_beyond_fp32(rng: cases.Random, a_log: float) -> None:
     check(flat)
 
 
+@pytest.mark.parametrize("a_log", [83.0, 88.0, 89.0, 200.0])
+def test_tiny_arguments_of_steep_gates(rng: cases.Random, a_log: float) -> None:
+    """exp(A_log) is used up to the largest fp32: arguments down to 2^-120 are large or small."""
+    case = make_case(rng, tokens=70, heads=2)
+    g = torch.exp2(-112 - 8 * torch.rand_like(case.g.float())) * case.g.float().sign()
+    A_log = torch.full_like(case.A_log, a_log)
+    check(case.but(A_log=A_log, dt_bias=None, g=g.to(case.g.dtype)))
+
+
+@pytest.mark.parametrize("a_log", [-800.0, 0.0])
+def test_bias_that_is_none(rng: cases.Random, a_log: float) -> None:
+    """A NaN shows in its head, also where exp(A_log) is zero, and in no other."""
+    case = make_case(rng, tokens=70, heads=3)
+    A_log = torch.full_like(case.A_log, a_log, dtype=torch.float64)
+    dt_bias = case.dt_bias.clone().view(3, -1)
+    dt_bias[1, 5] = math.nan
+    out, state = forward(case.but(A_log=A_log, dt_bias=dt_bias.view_as(case.dt_bias)))
+    assert not out[:, 1:, 1].isfinite().any() and not state[:, 1, :, 5].isfinite().any()
+    assert out[:, :, ::2].isfinite().all() and state[:, ::2].isfinite().all()
+
+
 @pytest.mark.parametrize("missing", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")])
 def test_gate_parameters_may_be_missing(rng: cases.Random, missing: tuple[str, ...]) -> None:
     check(make_case(rng, lengths=(70, 40)).but(**dict.fromkeys(missing)))
