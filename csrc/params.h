@@ -37,11 +37,14 @@ struct StateStrides {  // of a [N or P or C, H, V, K] tensor
 //
 // An image of the tokens x 128 channels lies in two halves of 64 channels (common/tile.cuh), and
 // each half of the record holds its half of the three images, one after the other. Square images
-// are contiguous 8 x 8 blocks, row by row.
+// are columns of 16 tokens, each of contiguous 8 x 8 blocks, row by row; those of the two
+// alternate, so that one product reads both. Above the diagonal they hold zeros. Where a record is
+// stored without the blocks of 16 x 16 that are there, what follows moves up.
 template <int kTokens>
 struct Record {
   static constexpr int kHalfImageBytes = kTokens * kHeadDim;  // 64 channels
-  static constexpr int kSquareBytes = kTokens * kTokens * 2;
+  static constexpr int kColumnBytes = kTokens * kChunk * 2;
+  static constexpr int kColumns = kTokens / kChunk;
   static constexpr int kHalfBytes = 3 * kHalfImageBytes;
   static constexpr int kKeyDecayed = 0;                                  // -K~ = -k 2^c     bf16
   static constexpr int kQueryDecayed = kKeyDecayed + kHalfImageBytes;    // Q~ = q 2^c         "
@@ -49,8 +52,10 @@ struct Record {
   static constexpr int kDecay = 2 * kHalfBytes;            // 2^(c_T)  fp32 128, column_position()
   static constexpr int kBeta = kDecay + kHeadDim * 4;      // b        fp32 kTokens, the same
   static constexpr int kInverse = kBeta + kTokens * 4;     // (I + L)^-1          bf16, square
-  static constexpr int kScores = kInverse + kSquareBytes;  // lower(Q~ K^^T)            "
-  static constexpr int kBytes = kScores + kSquareBytes;
+  static constexpr int kScores = kInverse + kColumnBytes;  // lower(Q~ K^^T)            "
+  static constexpr int kBytes = kInverse + 2 * kColumns * kColumnBytes;
+  static constexpr int kBlockBytes = kChunk * kChunk * 2;
+  static constexpr int kStoredBytes = kBytes - kColumns * (kColumns - 1) * kBlockBytes;
 };
 using ChunkRecord = Record<kChunk>;
 static_assert(ChunkRecord::kBytes == 13888, "868 bytes a padded token and head");
@@ -58,7 +63,7 @@ static_assert(ChunkRecord::kBytes == 13888, "868 bytes a padded token and head")
 // Two chunks a step: the state is rounded and decayed half as often.
 constexpr int kPair = 2 * kChunk;
 using PairRecord = Record<kPair>;
-static_assert(PairRecord::kBytes == 29312, "916 bytes a padded token and head");
+static_assert(PairRecord::kStoredBytes == 28288, "884 bytes a padded token and head");
 
 // For a checkpoint between the two chunks of a pair: the first one's K- and decay, to its own end.
 struct MiddleRecord {

@@ -23,7 +23,7 @@ HOPPER = {"H20": abi.Gpu(90, 78), "H100 PCIe": abi.Gpu(90, 114), "H200": abi.Gpu
 OTHERS = {"B200": abi.Gpu(100, 148), "B300": abi.Gpu(103, 148), "RTX 5090": abi.Gpu(120, 170)}
 HOPPER_ONLY = ("fused", "segments")
 PORTABLE = ("portable_v128", "portable_v64", "portable_v32")
-PAIR_BYTES = 29312 + 4608  # the record of two chunks and head, and what is kept of the first one
+PAIR_BYTES = 28288 + 4608  # the record of two chunks and head, and what is kept of the first one
 STATE_BYTES = 128 * 128 * 4
 CUT_BYTES = 2 * STATE_BYTES  # what a segment but the last leaves: a state and a map
 

@@ -28,10 +28,16 @@ from flash_kda import abi
 
 CHUNK, PAIR, DIM = 16, 32, 128
 STATE_BYTES = 4 * DIM * DIM
-RECORD_BYTES = 29312  # of a pair of chunks and head
-WHOLE = ((0, RECORD_BYTES),)
+# The record of a pair of chunks and head: where its parts begin, where they do as it is stored,
+# without two blocks of zeros, and their bytes.
+WHOLE = ((0, 0, 27264), (27776, 27264, 512), (28800, 27776, 512))
+RECORD_BYTES = 28288
 # What the maps need: K~ and K- of either half, then the decay, b and the inverse.
-WITHOUT_QUERIES = ((0, 4096), (8192, 4096), (12288, 4096), (20480, 4096), (24576, 2688))
+WITHOUT_QUERIES = (
+    *((at, at, 4096) for at in (0, 8192, 12288, 20480)),
+    (24576, 24576, 1664),
+    (27776, 27264, 512),
+)
 MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
 SHARE_BYTES, STATE_WARPS, MOST_CLUSTERS = 16, 8, 72
 CHAIN_COST = 4  # what a chain takes beside its chunks, as so many chunks
@@ -556,7 +562,8 @@ def check_prepared(expected: Expected, launch: dict[str, Any]) -> None:
         assert fetch[:-1] == ["fetch", pair + 128 * CHUNK * chunk, head, row, begin + CHUNK * chunk]
         assert fetch[-1] == tokens if tokens > 0 else fetch[-1] <= 0
         to = expected.records_base + RECORD_BYTES * place
-        assert rest == ([["leave", to, pair, RECORD_BYTES]] if chunk == 0 else [])
+        leaves = [["leave", to + stored, pair + at, size] for at, stored, size in WHOLE]
+        assert rest == (leaves if chunk == 0 else [])
     # What is kept of the first chunk of each: the rows' mark, everywhere, or nothing.
     kept = call.checkpoint is not None and bool(call.offsets and call.offsets.values)
     marks = [
@@ -628,7 +635,7 @@ def ring_events(
     launch: dict[str, Any],
     shape: WalkShape,
     records: list[int],
-    pieces: tuple[tuple[int, int], ...],
+    pieces: tuple[tuple[int, int, int], ...],
 ) -> list[Event]:
     """What fills a ring: a stage is filled again once its record before has been read."""
     stages, stage_bytes, full, empty, barrier_bytes = launch["smem"]
@@ -638,7 +645,7 @@ def ring_events(
         if turn > 0:
             events.append(["await", empty + barrier_bytes * stage, (turn - 1) % 2])
         to, barrier = stages + stage_bytes * stage, full + barrier_bytes * stage
-        events += [["copy", to + at, record + at, size, barrier] for at, size in pieces]
+        events += [["copy", to + at, record + stored, size, barrier] for at, stored, size in pieces]
     return events
 
 

@@ -41,16 +41,22 @@ struct CopiedRing : RecordReader<RecurrenceSmem<kShape>, kShape.stages> {
   }
 };
 
-// A record, or all of it that a chain without outputs needs.
+// A record as prepare_pairs stores it, or all of it that a chain without outputs needs. Where zeros
+// are left out they stand in the stage already.
 template <class Layout, bool kQueries>
 __device__ __forceinline__ void load_record(unsigned char* to, const unsigned char* from,
                                             FullBarrier::ValueType* full) {
   if constexpr (kQueries) {
-    FullBarrier::arrive_and_expect_tx(full, Layout::kBytes);
-    bulk_load(to, from, Layout::kBytes, full);
+    FullBarrier::arrive_and_expect_tx(full, Layout::kStoredBytes);
+    for_each_stored<Layout>([&](int place, int bytes, int stored) {
+      bulk_load(to + place, from + stored, bytes, full);
+    });
   } else {
-    constexpr int kRest = Layout::kScores - Layout::kDecay;  // the decay, b and the inverse
-    FullBarrier::arrive_and_expect_tx(full, 4 * Layout::kHalfImageBytes + kRest);
+    static_assert(Layout::kColumns == 2, "a pair");
+    constexpr int kInverseEnd = Layout::kInverse + Layout::kColumnBytes;
+    constexpr int kRest = kInverseEnd - Layout::kDecay;  // the decay, b and the first column
+    FullBarrier::arrive_and_expect_tx(full,
+                                      4 * Layout::kHalfImageBytes + kRest + Layout::kBlockBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       for (const int image : {Layout::kKeyDecayed, Layout::kKeyRemaining}) {
@@ -59,6 +65,8 @@ __device__ __forceinline__ void load_record(unsigned char* to, const unsigned ch
       }
     }
     bulk_load(to + Layout::kDecay, from + Layout::kDecay, kRest, full);
+    constexpr int kStored = Layout::kInverse + 2 * Layout::kColumnBytes;
+    bulk_load(to + kStored + Layout::kBlockBytes, from + kStored, Layout::kBlockBytes, full);
   }
 }
 
@@ -67,16 +75,16 @@ template <const RecurrenceShape& kShape, bool kQueries>
 __device__ __forceinline__ void copy_records(const ForwardParams& p, RecurrenceSmem<kShape>& smem,
                                              const ChainSlice& slice) {
   const int records = records_of(slice.range.tokens.length, kShape.record_tokens);
-  const long long step = static_cast<long long>(p.heads) * kShape.record_bytes();
+  using Layout = Record<kShape.record_tokens>;
+  const long long step = static_cast<long long>(p.heads) * Layout::kStoredBytes;
   const unsigned char* record =
       p.records + (static_cast<long long>(slice.range.first_record) * p.heads + slice.head) *
-                      kShape.record_bytes();
+                      Layout::kStoredBytes;
   RingPosition<kShape.stages> ring;
 #pragma unroll 1
   for (int i = 0; i < records; ++i) {
     if (i >= kShape.stages) EmptyBarrier::wait(&smem.empty[ring.stage], ring.parity ^ 1);
-    load_record<Record<kShape.record_tokens>, kQueries>(smem.stage[ring.stage].record, record,
-                                                        &smem.full[ring.stage]);
+    load_record<Layout, kQueries>(smem.stage[ring.stage].record, record, &smem.full[ring.stage]);
     record += step;
     ring.advance();
   }

@@ -37,8 +37,8 @@ __device__ __forceinline__ Products multiply(const unsigned char* rows,
 
 // Where L lies in fp32, until the inverse and P take its place.
 __device__ __forceinline__ auto lower_of(unsigned char* record) -> float (&)[kChunk][kChunk] {
-  static_assert(sizeof(float[kChunk][kChunk]) == 2 * ChunkRecord::kSquareBytes &&
-                    ChunkRecord::kScores == ChunkRecord::kInverse + ChunkRecord::kSquareBytes,
+  static_assert(sizeof(float[kChunk][kChunk]) == 2 * ChunkRecord::kColumnBytes &&
+                    ChunkRecord::kScores == ChunkRecord::kInverse + ChunkRecord::kColumnBytes,
                 "L takes the place of both");
   return *reinterpret_cast<float (*)[kChunk][kChunk]>(record + ChunkRecord::kInverse);
 }

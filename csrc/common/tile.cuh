@@ -25,10 +25,11 @@ __device__ __forceinline__ constexpr int image_offset(int row, int byte_in_row,
   return (byte_in_row >> 7) * half_bytes + row * 128 + ((byte_in_row & 127) ^ (row & 7) << 4);
 }
 
-// Byte offset in a bf16 image of kSize x kSize, in contiguous 8 x 8 blocks, row by row.
-template <int kSize = kChunk>
-__device__ __forceinline__ int square_offset(int row, int column) {
-  return ((row >> 3) * (kSize / 8) + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
+// Byte offset in a square bf16 image of a record for kTokens.
+template <int kTokens = kChunk>
+__device__ __forceinline__ constexpr int square_offset(int row, int column) {
+  return (column >> 4) * 2 * Record<kTokens>::kColumnBytes +
+         ((row >> 3) * 2 + (column >> 3 & 1)) * 128 + (row & 7) * 16 + (column & 7) * 2;
 }
 
 // Where a channel stands in an image of permuted channels, in which pair 2c + t of each 16 channels

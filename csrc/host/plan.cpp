@@ -161,7 +161,7 @@ Plan make_plan(const Problem& problem, const Gpu& gpu, int32_t forced_path) {
   const int64_t pairs = records_of(problem, kPair) * heads;
   plan.segments = segment_count(chains, chunks_of_sequence, gpu.sm_count);
   const int64_t cut = chains * (plan.segments - 1);
-  plan.record_bytes = pairs * PairRecord::kBytes;
+  plan.record_bytes = pairs * PairRecord::kStoredBytes;
   plan.middle_bytes = pairs * MiddleRecord::kBytes;
   plan.workspace_bytes =
       plan.schedule_bytes + plan.record_bytes + plan.middle_bytes + cut * kCarriedBytes;
@@ -183,7 +183,7 @@ int64_t largest_workspace(const Problem& problem) {
       std::clamp<int64_t>(problem.sequences * problem.heads - 1, 0, kMostClusters);
   return std::max({portable.workspace_bytes,
                    portable.schedule_bytes + cuts * kCarriedBytes +
-                       pairs * (PairRecord::kBytes + MiddleRecord::kBytes),
+                       pairs * (PairRecord::kStoredBytes + MiddleRecord::kBytes),
                    portable.schedule_bytes + sharing_bytes(clusters)});
 }
 

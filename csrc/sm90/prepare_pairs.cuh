@@ -14,6 +14,7 @@
 #pragma once
 
 #include "chunk/prepare.cuh"
+#include "chunk/record_ring.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda::sm90 {
@@ -64,10 +65,11 @@ class PairWarp {
     multiply_below(below, image);
     if (chunk_ == 1) store_decay<PairRecord>(record_, whole, lane_);
     const float b = beta_of(p_, raw_beta, length, lane_);
-    // L of both chunks in fp32, until their inverses take its place.
-    static_assert(2 * sizeof(float[kChunk][kChunk]) == PairRecord::kSquareBytes, "L fits");
+    // L of the chunk in fp32, until its inverse takes its place.
+    static_assert(sizeof(float[kChunk][kChunk]) == PairRecord::kColumnBytes, "L fits");
     unsigned char* const inverse = record_ + PairRecord::kInverse;
-    auto& lower = reinterpret_cast<float (*)[kChunk][kChunk]>(inverse)[chunk_];
+    auto& lower = *reinterpret_cast<float (*)[kChunk][kChunk]>(
+        inverse + chunk_ * 2 * PairRecord::kColumnBytes);
     store_lower(lower, products, b, lane_);
     __syncwarp();  // L is complete
     float column[kChunk];
@@ -87,8 +89,6 @@ class PairWarp {
         for (int j = 0; j < 4; ++j) growing[i][j] *= own[j];
       }
       store_remaining(pieces, growing, other);
-      clear_above(inverse);
-      clear_above(scores);
       store_block<kPair, false>(scores, below, kChunk, 0, lane_);
       if (middle != nullptr) store_middle(middle, growing, own);
     } else {
@@ -177,13 +177,6 @@ class PairWarp {
     store_block<kPair, false>(image, below, kChunk, 0, lane_);
   }
 
-  // Block ab is zero.
-  __device__ __forceinline__ void clear_above(unsigned char* image) const {
-    const int i = lane_ >> 3;
-    *reinterpret_cast<uint4*>(image + square_offset<kPair>(8 * (i >> 1), kChunk + 8 * (i & 1)) +
-                              (lane_ & 7) * 16) = make_uint4(0, 0, 0, 0);
-  }
-
   // `remaining`: K- of chunk a to its own end.
   __device__ __forceinline__ void store_middle(unsigned char* to,
                                                const float (&remaining)[kChunk][4],
@@ -229,7 +222,9 @@ __device__ __forceinline__ void prepare_pairs(const ForwardParams& p, PreparePai
       .make(gate, tokens.length, raw_beta,
             p.checkpoints > 0 ? p.middles + place * MiddleRecord::kBytes : nullptr);
   if (chunk == 0 && lane == 0) {
-    bulk_store(p.records + place * PairRecord::kBytes, pair.record, PairRecord::kBytes);
+    unsigned char* const to = p.records + place * PairRecord::kStoredBytes;
+    for_each_stored<PairRecord>(
+        [&](int at, int bytes, int stored) { bulk_store(to + stored, pair.record + at, bytes); });
     bulk_store_wait_read();
   }
 }

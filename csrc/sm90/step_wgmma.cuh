@@ -137,12 +137,12 @@ class WgmmaStep {
     }
     float update[kSums];
     // 8 x 8 blocks of 128 bytes: the next along a row, the next row of blocks.
-    const unsigned long long square = operand_layout(kSwizzleNone, 128, 128 * kTokens / 8);
+    const unsigned long long square = operand_layout(kSwizzleNone, 128, 256);
     fence_registers(u);
     fence_registers(update);
     warpgroup_arrive();
-    multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square, 256,
-                            gmma::ScaleOut::Zero);
+    multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square,
+                            2 * Layout::kColumnBytes, gmma::ScaleOut::Zero);
     warpgroup_commit_batch();
     load_decays(decay, record, 1);
     early();  // before the last product is started, so that late() has what it needs
@@ -163,8 +163,8 @@ class WgmmaStep {
         128 * kChunk, gmma::ScaleOut::One);
     if constexpr (kOutputs) {
       // Tm U in the first half, which nobody needs.
-      multiply_chunks<Both>(xo, u, base + (Layout::kInverse >> 4) | square, 256,
-                            gmma::ScaleOut::One);
+      multiply_chunks<Both>(xo, u, base + (Layout::kInverse >> 4) | square,
+                            2 * Layout::kColumnBytes, gmma::ScaleOut::One);
     }
     warpgroup_commit_batch();
     late();
