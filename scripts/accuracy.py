@@ -43,6 +43,11 @@ LENGTHS = (16, 64, 256, 1024, 4096, 16384)
 BOUNDS = (-5.0, -2.0, -1.0, -0.1, -0.01, 0.0)
 GATES = (-30.0, -8.0, -4.0, -2.0, 0.0, 2.0, 4.0, 30.0)
 BETAS = (-2.0, 0.0, 2.0, 4.0, 8.0)
+MOST_CALLS = 16
+"""For a point. Where few tokens, or a key for each head, decide the error, one call says little."""
+TOKENS_OF_POINT = 8192  # in all calls together, at least
+HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0}
+STATE_HEAD_DIMENSION = 1
 
 Inputs = dict[str, Any]
 
@@ -89,19 +94,26 @@ def with_one_key(inputs: Inputs, beta: float) -> Inputs:
     }
 
 
+def calls_for(tokens: int, most: int) -> int:
+    return max(1, min(most, TOKENS_OF_POINT // tokens))
+
+
 def sweeps(
-    lengths: Sequence[int], tokens: int, heads: int, device: torch.device
+    lengths: Sequence[int], tokens: int, heads: int, most: int, device: torch.device
 ) -> Iterator[tuple[str, str, Callable[[], Inputs]]]:
-    """Name of a sweep, name of a point of it, and its inputs."""
+    """Name of a sweep, name of a point of it, and its inputs, with the heads of all its calls."""
     for count in lengths:
-        yield "length", str(count), partial(make_inputs, count, heads, device)
+        every = heads * calls_for(count, most)
+        yield "length", str(count), partial(make_inputs, count, every, device)
     for count in lengths:
-        yield "length, no decay", str(count), partial(_kept, count, heads, device)
-    base = make_inputs(tokens, heads, device)
+        every = heads * calls_for(count, most)
+        yield "length, no decay", str(count), partial(_kept, count, every, device)
+    base = make_inputs(tokens, heads * calls_for(tokens, most), device)
     for centre in GATES:
         yield "gate input around", f"{centre:g}", partial(with_gate, base, centre)
     for bound in BOUNDS:
         yield "lower_bound", f"{bound:g}", partial(dict, base, lower_bound=bound)
+    base = make_inputs(tokens, heads * most, device)
     for beta in BETAS:
         yield "one key, beta logit", f"{beta:g}", partial(with_one_key, base, beta)
 
@@ -116,6 +128,17 @@ def relative_error(x: Tensor, truth: Tensor) -> float | None:
     return error if math.isfinite(error) else None
 
 
+def calls_of(inputs: Inputs, heads: int) -> Iterator[Inputs]:
+    """The inputs of calls with so many heads each."""
+    for first in range(0, inputs["q"].shape[2], heads):
+        own = {
+            name: inputs[name].narrow(dimension, first, heads).contiguous()
+            for name, dimension in HEAD_DIMENSION.items()
+        }
+        state = inputs["initial_state"].narrow(STATE_HEAD_DIMENSION, first, heads)
+        yield {**inputs, **own, "initial_state": state.contiguous()}
+
+
 def run_ours(inputs: Inputs) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(inputs["v"])
     state = torch.empty_like(inputs["initial_state"])
@@ -123,23 +146,23 @@ def run_ours(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, state
 
 
-def measure(make: Callable[[], Inputs], fla: FLA | None) -> dict[str, Any]:
+def measure(make: Callable[[], Inputs], heads: int, fla: FLA | None) -> dict[str, Any]:
     inputs = make()
     truth = recurrent_kda(**inputs)
-    row: dict[str, Any] = {"tokens": inputs["q"].shape[1]}
-    callers: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-        "flash_kda": partial(run_ours, inputs)
-    }
+    calls = list(calls_of(inputs, heads))
+    row: dict[str, Any] = {"tokens": inputs["q"].shape[1], "calls": len(calls)}
+    callers: dict[str, Callable[[Inputs], tuple[Tensor, Tensor]]] = {"flash_kda": run_ours}
     if fla is not None:
-        callers["fla"] = fla.bind_both(inputs)
-    for name, call in callers.items():
+        callers["fla"] = lambda own: fla.bind_both(own)()
+    for name, run in callers.items():
         try:
             with torch.inference_mode():
-                results = call()
+                outs, states = zip(*(run(own) for own in calls), strict=True)
         except ValueError:
             if name != "fla":
                 raise
             continue  # FLA refuses some inputs, as a lower_bound of 0; then its column stays empty
+        results = torch.cat(outs, HEAD_DIMENSION["v"]), torch.cat(states, STATE_HEAD_DIMENSION)
         errors = [relative_error(x, y) for x, y in zip(results, truth, strict=True)]
         row[name] = dict(zip(("out", "final_state"), errors, strict=True))
     return row
@@ -196,8 +219,9 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "fla": beside and beside.version,
     }
     document["rows"] = []
-    for sweep, point, make in sweeps(lengths, min(2048, longest), heads, device):
-        row = {"sweep": sweep, "point": point, **measure(make, beside)}
+    most = MOST_CALLS if on_cuda else 1
+    for sweep, point, make in sweeps(lengths, min(2048, longest), heads, most, device):
+        row = {"sweep": sweep, "point": point, **measure(make, heads, beside)}
         document["rows"].append(row)
         print(accuracy_report.line(row), flush=True)
     return document

@@ -81,7 +81,7 @@ def _section(document: dict[str, Any], name: str) -> list[str]:
     beside = f", FLA {document['fla']}" if document["fla"] else ""
     lines = [
         f"Measured on {where}, flash-kda {document['flash_kda']}{beside}, torch "
-        f"{document['torch']}, {document['heads']} heads, {document['date']}, commit "
+        f"{document['torch']}, {document['heads']} heads a call, {document['date']}, commit "
         f"`{document['commit'][:12]}`. Numbers: [`data/{name}.json`](data/{name}.json).",
         "",
         f"![Relative errors of out and final state]({f'assets/{name}.svg'})",

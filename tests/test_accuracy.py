@@ -96,7 +96,8 @@ def test_inputs_that_fla_refuses(tree: Path) -> None:
 
             return call
 
-    base = accuracy.make_inputs(16, 1, torch.device("cpu"))
+    base = accuracy.make_inputs(16, 6, torch.device("cpu"))
     for bound, refused in ((-1.0, False), (0.0, True)):
-        row = accuracy.measure(lambda bound=bound: {**base, "lower_bound": bound}, Fla())
+        row = accuracy.measure(lambda bound=bound: {**base, "lower_bound": bound}, 2, Fla())
         assert ("fla" in row) is not refused and row["flash_kda"]["out"] < 2.5e-3
+        assert row["calls"] == 3
