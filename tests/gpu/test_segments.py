@@ -34,7 +34,7 @@ LENGTHS = (5000, 0, 1, 4321, 47, 4600)
 STATES = [torch.float32, torch.bfloat16]
 LARGEST = torch.finfo(torch.bfloat16).max
 PAIR = 32
-PAIR_BYTES = 29312 + 4608
+PAIR_BYTES = 28288 + 4608
 """The record of a pair of chunks and head in the workspace, and what is kept of its first chunk."""
 CARRIED_BYTES = 2 * 4 * 128 * 128
 """What a segment leaves there."""
