@@ -4,12 +4,12 @@
 
 #include "chunk/chain.cuh"
 #include "chunk/record_ring.cuh"
+#include "chunk/stored_record.cuh"
 #include "common/ptx.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda {
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 template <const RecurrenceShape& kShape>
@@ -40,35 +40,6 @@ struct CopiedRing : RecordReader<RecurrenceSmem<kShape>, kShape.stages> {
     arrive_if(&this->smem.empty[stage], arrives);
   }
 };
-
-// A record as prepare_pairs stores it, or all of it that a chain without outputs needs. Where zeros
-// are left out they stand in the stage already.
-template <class Layout, bool kQueries>
-__device__ __forceinline__ void load_record(unsigned char* to, const unsigned char* from,
-                                            FullBarrier::ValueType* full) {
-  if constexpr (kQueries) {
-    FullBarrier::arrive_and_expect_tx(full, Layout::kStoredBytes);
-    for_each_stored<Layout>([&](int place, int bytes, int stored) {
-      bulk_load(to + place, from + stored, bytes, full);
-    });
-  } else {
-    static_assert(Layout::kColumns == 2, "a pair");
-    constexpr int kInverseEnd = Layout::kInverse + Layout::kColumnBytes;
-    constexpr int kRest = kInverseEnd - Layout::kDecay;  // the decay, b and the first column
-    FullBarrier::arrive_and_expect_tx(full,
-                                      4 * Layout::kHalfImageBytes + kRest + Layout::kBlockBytes);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      for (const int image : {Layout::kKeyDecayed, Layout::kKeyRemaining}) {
-        const int place = half * Layout::kHalfBytes + image;
-        bulk_load(to + place, from + place, Layout::kHalfImageBytes, full);
-      }
-    }
-    bulk_load(to + Layout::kDecay, from + Layout::kDecay, kRest, full);
-    constexpr int kStored = Layout::kInverse + 2 * Layout::kColumnBytes;
-    bulk_load(to + kStored + Layout::kBlockBytes, from + kStored, Layout::kBlockBytes, full);
-  }
-}
 
 // The helper thread: keeps the ring filled.
 template <const RecurrenceShape& kShape, bool kQueries>

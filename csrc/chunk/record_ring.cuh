@@ -8,21 +8,6 @@
 
 namespace flash_kda {
 
-// Calls piece(place, bytes, place_stored) for each part of a record that is stored.
-template <class Layout, class Piece>
-__device__ __forceinline__ void for_each_stored(Piece piece) {
-  if constexpr (Layout::kColumns == 1) {
-    piece(0, Layout::kBytes, 0);
-  } else {
-    static_assert(Layout::kColumns == 2, "each second column begins with a block of zeros");
-    constexpr int kSecond = Layout::kInverse + 2 * Layout::kColumnBytes;
-    constexpr int kBlock = Layout::kBlockBytes;
-    piece(0, kSecond, 0);
-    piece(kSecond + kBlock, kBlock, kSecond);
-    piece(kSecond + 3 * kBlock, kBlock, kSecond + kBlock);
-  }
-}
-
 // Walks a ring of stages: which one a record uses, and the parity of its barriers' phase.
 template <int kStages>
 struct RingPosition {

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "chunk/prepare.cuh"
-#include "chunk/record_ring.cuh"
+#include "chunk/stored_record.cuh"
 #include "launch_shapes.h"
 
 namespace flash_kda::sm90 {

@@ -33,14 +33,8 @@ __device__ __forceinline__ void with_copied_records(const ForwardParams& p,
                                                     const ChainSlice& slice, Compute compute) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) smem.init();
-  // The blocks of zeros that are not stored: two in each record, of 32 lanes x 16 bytes.
-  using Layout = Record<kShape.record_tokens>;
-  static_assert(Layout::kBlockBytes == 32 * 16, "a warp clears one at once");
-  for (int i = warp; i < 2 * kShape.stages; i += kShape.threads() / 32) {
-    unsigned char* const block =
-        smem.stage[i >> 1].record + Layout::kInverse + (2 + (i & 1)) * Layout::kColumnBytes;
-    *reinterpret_cast<uint4*>(block + 16 * lane) = make_uint4(0, 0, 0, 0);
-  }
+  for (int i = warp; i < 2 * kShape.stages; i += kShape.threads() / 32)
+    clear_unstored<Record<kShape.record_tokens>>(smem.stage[i >> 1].record, i & 1, lane);
   fence_async_shared();  // wgmma reads them
   __syncthreads();
   if (warp < kShape.warps) {
