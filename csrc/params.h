@@ -32,7 +32,7 @@ struct StateStrides {  // of a [N or P or C, H, V, K] tensor
 };
 
 // What a step of a chain needs of a head and of its tokens, one chunk or two: one contiguous
-// record, so that one bulk copy moves it. Below, c is the running sum of the log2-decays from the
+// record, so that few bulk copies move it. Below, c is the running sum of the log2-decays from the
 // first token on, c_T the sum at the last.
 //
 // An image of the tokens x 128 channels lies in two halves of 64 channels (common/tile.cuh), and

@@ -190,7 +190,7 @@ def fla_text(document: dict[str, Any], row: Row) -> str:
 
 
 HOST_BOUND_NOTE = (
-    "- FLA times in brackets are within 2 % of what FLA takes for a single token, or more than "
+    "- FLA times in brackets are at most 2 % above what FLA takes for a single token, or more than "
     "twice what it takes for a token and head in its fastest row: in this run they are the "
     "time its host needs to launch its kernels, not the time of the kernels, and no ratio is given."
 )
