@@ -45,7 +45,7 @@ GATES = (-30.0, -8.0, -4.0, -2.0, 0.0, 2.0, 4.0, 30.0)
 BETAS = (-2.0, 0.0, 2.0, 4.0, 8.0)
 MOST_CALLS = 16
 """For a point. Where few tokens, or a key for each head, decide the error, one call says little."""
-TOKENS_OF_POINT = 8192  # in all calls together, at least
+TOKENS_OF_POINT = 8192  # in all calls together, as far as MOST_CALLS allows
 HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0}
 STATE_HEAD_DIMENSION = 1
 

@@ -958,7 +958,7 @@ def test_shares_of_thousands(program: Path) -> None:
     """More sequences than the schedule has threads, and the longest among the later ones."""
     generator = random.Random(3)
     lengths = [generator.choice((0, 0, 1, 5, 16, 33, 90)) for _ in range(2500)]
-    for longest in (0, 900, 5000):
+    for longest in (0, 900, 5000, 20000):
         lengths[1700] = longest
         bounds = np.cumsum([0, *lengths]).tolist()
         call = Call(1, 1, bounds[-1], bounds, Pool(2**41, 2500), Pool(2**42, 2500))

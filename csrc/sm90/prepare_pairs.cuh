@@ -1,5 +1,5 @@
 // Prepare, for the walk: two warps make the record of a pair of chunks and head and leave it in the
-// workspace by one bulk copy.
+// workspace by three bulk copies.
 //
 // Decays over two chunks leave the range of fp32 and bf16. So each warp makes the images of its
 // chunk, a or b, relative to that chunk (chunk/prepare.cuh), and the two square matrices are made
@@ -107,6 +107,7 @@ class PairWarp {
   // The pair's two warps wait for each other.
   __device__ __forceinline__ void meet() const {
     cutlass::arch::NamedBarrier::sync(64, static_cast<uint32_t>(index_));
+    stay_behind_wait();
   }
 
   __device__ __forceinline__ const unsigned char* growing_of(int chunk) const {

@@ -351,6 +351,7 @@ class RowsWarp {
   // The four warps of the group wait for each other.
   __device__ __forceinline__ void meet() const {
     cutlass::arch::NamedBarrier::sync(32 * kGroupWarps, static_cast<uint32_t>(group_));
+    stay_behind_wait();
   }
 
   const ForwardParams& p_;

@@ -197,6 +197,26 @@ void print_ring() {
               static_cast<long long>(device::address(smem.empty)), sizeof smem.full[0]);
 }
 
+// Runs `body` in the CTAs of a launch over stages full of ones. What records are stored without has
+// to be zero afterwards, if all warps have run, which clear it together.
+template <const RecurrenceShape& kShape>
+void print_ring_warps(const Launch& launch, bool all, const std::function<void()>& body) {
+  using Layout = Record<kShape.record_tokens>;
+  RecurrenceSmem<kShape>& smem = walk_smem<kShape>;
+  for (auto& stage : smem.stage) std::fill_n(stage.record, Layout::kBytes, 0xff);
+  const int warps = all ? static_cast<int>(launch.threads) / 32 : kShape.warps;
+  print_warps(launch, warps, body);
+  for (const auto& stage : smem.stage) {
+    for (const int column : {2, 3}) {
+      const unsigned char* block = stage.record + Layout::kInverse + column * Layout::kColumnBytes;
+      const bool cleared =
+          std::all_of(block, block + Layout::kBlockBytes, [](auto byte) { return byte == 0; });
+      if (all && launch.ctas > 0 && !cleared) device::fail("a block of zeros was not cleared");
+    }
+  }
+  print_ring<kShape>();
+}
+
 // What the schedule leaves.
 std::vector<int> scheduled;
 
@@ -243,12 +263,9 @@ void print_launch(const Launch& launch, bool all, int64_t pairs) {
                 sizeof prepare_smem.pair[0]);
     print_marks(p, pairs);
   } else if (launch.kernel == kAffineKernel) {
-    print_warps(launch, all ? warps : kAffine.warps,
-                [&] { sm90::affine<kAffine>(p, walk_smem<kAffine>); });
-    print_ring<kAffine>();
+    print_ring_warps<kAffine>(launch, all, [&] { sm90::affine<kAffine>(p, walk_smem<kAffine>); });
   } else if (launch.kernel == kWalkKernel) {
-    print_warps(launch, all ? warps : kWalk.warps, [&] { sm90::walk<kWalk>(p, walk_smem<kWalk>); });
-    print_ring<kWalk>();
+    print_ring_warps<kWalk>(launch, all, [&] { sm90::walk<kWalk>(p, walk_smem<kWalk>); });
   } else if (launch.kernel == kFusedKernel) {
     print_warps(launch, all ? warps : kFused.warps, [&] { sm90::fused<kFused>(p, fused_smem); });
     print_integers("turns", p.next_turn, p.shares == nullptr ? 0 : 1);

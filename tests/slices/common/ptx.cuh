@@ -35,6 +35,7 @@ inline void bulk_store(void* global, const void* shared, unsigned bytes) {
 inline void bulk_store_wait_read() {}
 inline void copy_async_wait_all() {}
 inline void fence_async_shared() {}
+inline void stay_behind_wait() {}
 constexpr int kArrivalsOfWarp = 1;
 inline bool arrives(int lane) { return lane == 0; }
 inline void arrive_if(unsigned long long*, bool) {}
