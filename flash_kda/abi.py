@@ -174,7 +174,7 @@ class Launcher:
             return self._path_ids[name]
         except KeyError:
             raise ValueError(
-                f"FLASH_KDA_PATH: got {name!r}, needs one of {', '.join(self.path_names)} "
+                f"FLASH_KDA_PATH: got {name[:200]!r}, needs one of {', '.join(self.path_names)} "
                 "(or unset it to choose automatically)"
             ) from None
 

@@ -384,6 +384,18 @@ def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout
     for position in layout.present:
         if pointers[position] < _LOW_ADDRESS:
             _refuse_without_memory(tensors, layout)
+        tensor = tensors[position]
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        end = pointers[position] + layout.extents[position] - storage.data_ptr()
+        if end > storage.nbytes():  # made smaller behind the view's back
+            raise ValueError(
+                refuse(
+                    NAMES[position],
+                    f"a storage of {storage.nbytes()} bytes",
+                    f"at least {end}, where the last element ends",
+                )
+            )
     bits = pointers[Q] | pointers[K] | pointers[V] | pointers[G] | pointers[OUT]
     if bits % _VECTOR_BYTES or pointers[WORKSPACE] % _WORKSPACE_ALIGNMENT:
         _refuse_misaligned(pointers)

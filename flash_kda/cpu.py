@@ -197,6 +197,8 @@ def _check_state_indices(tensors: Tensors) -> None:
     for index, slot in enumerate(slots.tolist()):
         if not -1 <= slot < min(pools):
             needs = f"-1 (no state) or a slot of the pools, 0 to {min(pools) - 1}"
+            if min(pools) == 0:
+                needs = "-1 (no state): a pool has no slots"
             raise ValueError(refuse("state_indices", f"state_indices[{index}] = {slot}", needs))
         if slot >= 0 and slot in seen and tensors[FINAL] is not None:
             needs = "a slot of its own for every sequence whose final state is written"
@@ -213,7 +215,7 @@ def _check_offsets(layout: Layout, tensors: Tensors) -> None:
     before = 0
     for index, offset in enumerate(offsets.tolist()):
         got = f"checkpoint_offsets[{index}] = {offset}"
-        if offset < before:
+        if index and offset < before:
             raise ValueError(refuse("checkpoint_offsets", got, f"ascending offsets, {before} here"))
         before = offset
         sequence = _sequence_of(offset, spans, ends)

@@ -638,6 +638,20 @@ def test_views_of_a_storage_without_memory(name: str) -> None:
         flash_kda.fwd(**{**call, name: view})
 
 
+@pytest.mark.parametrize("name", ["q", "out", "beta", "dt_bias", "initial_state", "final_state"])
+def test_storages_that_end_before_their_views(name: str) -> None:
+    call = make()
+    flash_kda.fwd(**call)
+    value = torch.cat([call[name], call[name]])[call[name].shape[0] :]
+    call["out"].fill_(7.0)
+    needed = value.untyped_storage().nbytes()
+    value.untyped_storage().resize_(needed - 1)
+    text = rf"fwd: {name}: got a storage of {needed - 1} bytes; needs at least {needed}"
+    with pytest.raises(ValueError, match=text):
+        flash_kda.fwd(**{**call, name: value})
+    assert (call["out"] == 7.0).all()
+
+
 # --- scalars ------------------------------------------------------------------------------------
 
 
@@ -965,6 +979,20 @@ def make_serving() -> dict[str, Any]:
         ({"state_indices": torch.tensor([0, 4, 1])}, ValueError, "state_indices[1] = 4; needs -1"),
         ({"state_indices": torch.tensor([0, -2, 1])}, ValueError, "state_indices[1] = -2; needs"),
         ({"state_indices": torch.tensor([1, 2, 1])}, ValueError, "= 1 for the second time; needs"),
+        (
+            {
+                "initial_state": torch.zeros(0, H, 128, 128),
+                "final_state": None,
+                "state_indices": torch.tensor([-1, 0, -1]),
+            },
+            ValueError,
+            "state_indices[1] = 0; needs -1 (no state): a pool has no slots",
+        ),
+        (
+            {"checkpoint_offsets": torch.tensor([-16, 6])},
+            ValueError,
+            "checkpoint_offsets[0] = -16; needs an offset behind a token",
+        ),
         (
             {"checkpoint_offsets": None},
             ValueError,
