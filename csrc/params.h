@@ -44,6 +44,7 @@ template <int kTokens>
 struct Record {
   static constexpr int kHalfImageBytes = kTokens * kHeadDim;  // 64 channels
   static constexpr int kColumnBytes = kTokens * kChunk * 2;
+  static constexpr int kColumnStride = 2 * kColumnBytes;
   static constexpr int kColumns = kTokens / kChunk;
   static constexpr int kHalfBytes = 3 * kHalfImageBytes;
   static constexpr int kKeyDecayed = 0;                                  // -K~ = -k 2^c     bf16
@@ -53,7 +54,8 @@ struct Record {
   static constexpr int kBeta = kDecay + kHeadDim * 4;      // b        fp32 kTokens, the same
   static constexpr int kInverse = kBeta + kTokens * 4;     // (I + L)^-1          bf16, square
   static constexpr int kScores = kInverse + kColumnBytes;  // lower(Q~ K^^T)            "
-  static constexpr int kBytes = kInverse + 2 * kColumns * kColumnBytes;
+  static constexpr int kBytes = kInverse + kColumns * kColumnStride;
+  static constexpr int kSecondColumns = kInverse + kColumnStride;  // of a pair
   static constexpr int kBlockBytes = kChunk * kChunk * 2;
   static constexpr int kStoredBytes = kBytes - kColumns * (kColumns - 1) * kBlockBytes;
 };

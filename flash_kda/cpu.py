@@ -193,11 +193,11 @@ def _check_state_indices(tensors: Tensors) -> None:
     slots = tensors[STATE_INDICES]
     assert slots is not None
     seen: set[int] = set()
-    pools = [x.shape[0] for x in (tensors[INITIAL], tensors[FINAL]) if x is not None]
+    size = min(x.shape[0] for x in (tensors[INITIAL], tensors[FINAL]) if x is not None)
     for index, slot in enumerate(slots.tolist()):
-        if not -1 <= slot < min(pools):
-            needs = f"-1 (no state) or a slot of the pools, 0 to {min(pools) - 1}"
-            if min(pools) == 0:
+        if not -1 <= slot < size:
+            needs = f"-1 (no state) or a slot of the pools, 0 to {size - 1}"
+            if size == 0:
                 needs = "-1 (no state): a pool has no slots"
             raise ValueError(refuse("state_indices", f"state_indices[{index}] = {slot}", needs))
         if slot >= 0 and slot in seen and tensors[FINAL] is not None:

@@ -27,8 +27,9 @@ SCHEMA = (
     "bool beta_is_logits=True, Tensor? state_indices=None, Tensor? checkpoint_offsets=None, "
     "Tensor(d!)? checkpoint_states=None) -> ()"
 )
-_ARGUMENTS = tuple(argument.name for argument in torch._C.parse_schema(SCHEMA).arguments)
-_WRITTEN = ("out", "final_state", "workspace", "checkpoint_states")
+_PARSED = torch._C.parse_schema(SCHEMA).arguments
+_ARGUMENTS = tuple(argument.name for argument in _PARSED)
+_WRITTEN = tuple(x.name for x in _PARSED if x.alias_info is not None and x.alias_info.is_write)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 """Kept: deleting it would undo the registration."""

@@ -46,8 +46,11 @@ BETAS = (-2.0, 0.0, 2.0, 4.0, 8.0)
 MOST_CALLS = 16
 """For a point. Where few tokens, or a key for each head, decide the error, one call says little."""
 TOKENS_OF_POINT = 8192  # in all calls together, as far as MOST_CALLS allows
-HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0}
-STATE_HEAD_DIMENSION = 1
+HEAD_DIMENSION = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
+    **dict.fromkeys(("A_log", "dt_bias"), 0),
+    "initial_state": 1,
+}
 
 Inputs = dict[str, Any]
 
@@ -102,12 +105,9 @@ def sweeps(
     lengths: Sequence[int], tokens: int, heads: int, most: int, device: torch.device
 ) -> Iterator[tuple[str, str, Callable[[], Inputs]]]:
     """Name of a sweep, name of a point of it, and its inputs, with the heads of all its calls."""
-    for count in lengths:
-        every = heads * calls_for(count, most)
-        yield "length", str(count), partial(make_inputs, count, every, device)
-    for count in lengths:
-        every = heads * calls_for(count, most)
-        yield "length, no decay", str(count), partial(_kept, count, every, device)
+    for sweep, make in (("length", make_inputs), ("length, no decay", _kept)):
+        for count in lengths:
+            yield sweep, str(count), partial(make, count, heads * calls_for(count, most), device)
     base = make_inputs(tokens, heads * calls_for(tokens, most), device)
     for centre in GATES:
         yield "gate input around", f"{centre:g}", partial(with_gate, base, centre)
@@ -135,8 +135,7 @@ def calls_of(inputs: Inputs, heads: int) -> Iterator[Inputs]:
             name: inputs[name].narrow(dimension, first, heads).contiguous()
             for name, dimension in HEAD_DIMENSION.items()
         }
-        state = inputs["initial_state"].narrow(STATE_HEAD_DIMENSION, first, heads)
-        yield {**inputs, **own, "initial_state": state.contiguous()}
+        yield {**inputs, **own}
 
 
 def run_ours(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -162,7 +161,8 @@ def measure(make: Callable[[], Inputs], heads: int, fla: FLA | None) -> dict[str
             if name != "fla":
                 raise
             continue  # FLA refuses some inputs, as a lower_bound of 0; then its column stays empty
-        results = torch.cat(outs, HEAD_DIMENSION["v"]), torch.cat(states, STATE_HEAD_DIMENSION)
+        joined = torch.cat(outs, HEAD_DIMENSION["v"])
+        results = joined, torch.cat(states, HEAD_DIMENSION["initial_state"])
         errors = [relative_error(x, y) for x, y in zip(results, truth, strict=True)]
         row[name] = dict(zip(("out", "final_state"), errors, strict=True))
     return row

@@ -11,6 +11,13 @@ import torch
 from flash_kda import abi
 from flash_kda.ops import PATH_VARIABLE
 
+STATE_BYTES = 4 * 128 * 128
+# What `segments` keeps in the workspace: of a pair of chunks and head the record, and K- and the
+# decay of its first chunk; of each cut a state and a map.
+RECORD_BYTES, MIDDLE_BYTES = 28288, 4608
+PAIR_BYTES = RECORD_BYTES + MIDDLE_BYTES
+CUT_BYTES = 2 * STATE_BYTES
+
 
 def kernel_paths(device: torch.device | str) -> list[str]:
     """Names of the paths that can be forced on this device; none of a CPU."""

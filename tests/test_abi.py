@@ -17,6 +17,7 @@ import native
 import pytest
 import torch
 from interrupts import handler, held_by_another_thread
+from paths import PAIR_BYTES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_kda import abi, arguments, cpu, driver, errors, loader, ops, versions
@@ -315,11 +316,11 @@ def test_installed_launcher(installed: abi.Launcher) -> None:
 def test_installed_workspace(
     installed: abi.Launcher, tokens: int, heads: int, sequences: int
 ) -> None:
-    """Records of pairs of chunks, 1028 bytes a padded token, and 137 for what segments carry."""
+    """Records of pairs of chunks, and 137 bytes a padded token for what segments carry."""
     size = abi.workspace_size(tokens, heads, sequences)
     padded = min(16 * tokens, tokens + 15 * sequences)
     pairs = min(32 * tokens, tokens + 31 * sequences)
-    assert 0 < size <= (1028 * pairs + 137 * padded) * heads + 16 * sequences + 4096
+    assert 0 < size <= (PAIR_BYTES // 32 * pairs + 137 * padded) * heads + 16 * sequences + 4096
     assert abi.workspace_size(tokens + 32, heads, sequences) > size  # a pair more
     if not torch.cuda.is_available():
         assert ops.workspace_size(tokens, heads, sequences) == size

@@ -11,6 +11,7 @@ import native
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import CUT_BYTES, PAIR_BYTES, STATE_BYTES
 
 from flash_kda import abi
 
@@ -23,9 +24,6 @@ HOPPER = {"H20": abi.Gpu(90, 78), "H100 PCIe": abi.Gpu(90, 114), "H200": abi.Gpu
 OTHERS = {"B200": abi.Gpu(100, 148), "B300": abi.Gpu(103, 148), "RTX 5090": abi.Gpu(120, 170)}
 HOPPER_ONLY = ("fused", "segments")
 PORTABLE = ("portable_v128", "portable_v64", "portable_v32")
-PAIR_BYTES = 28288 + 4608  # the record of two chunks and head, and what is kept of the first one
-STATE_BYTES = 128 * 128 * 4
-CUT_BYTES = 2 * STATE_BYTES  # what a segment but the last leaves: a state and a map
 
 each_gpu = pytest.mark.parametrize("gpu", [*HOPPER.values(), *OTHERS.values()], ids=str)
 each_hopper = pytest.mark.parametrize("gpu", HOPPER.values(), ids=list(HOPPER))

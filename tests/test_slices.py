@@ -23,22 +23,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import MIDDLE_BYTES, RECORD_BYTES, STATE_BYTES
 
 from flash_kda import abi
 
 CHUNK, PAIR, DIM = 16, 32, 128
-STATE_BYTES = 4 * DIM * DIM
 # The record of a pair of chunks and head: where its parts begin, where they do as it is stored,
 # without two blocks of zeros, and their bytes.
 WHOLE = ((0, 0, 27264), (27776, 27264, 512), (28800, 27776, 512))
-RECORD_BYTES = 28288
 # What the maps need: K~ and K- of either half, then the decay, b and the inverse.
 WITHOUT_QUERIES = (
     *((at, at, 4096) for at in (0, 8192, 12288, 20480)),
     (24576, 24576, 1664),
     (27776, 27264, 512),
 )
-MIDDLE_BYTES = 4608  # K- and the decay of its first chunk
 SHARE_BYTES, STATE_WARPS, MOST_CLUSTERS = 16, 8, 72
 CHAIN_COST = 4  # what a chain takes beside its chunks, as so many chunks
 STATE_STAGES, STATE_ROWS = 3, 22  # of the ring, and of a state in one of them

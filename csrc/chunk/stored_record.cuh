@@ -18,8 +18,7 @@ __device__ __forceinline__ void for_each_stored(Piece piece) {
     piece(0, Layout::kBytes, 0);
   } else {
     static_assert(Layout::kColumns == 2, "each second column begins with a block of zeros");
-    constexpr int kSecond = Layout::kInverse + 2 * Layout::kColumnBytes;
-    constexpr int kBlock = Layout::kBlockBytes;
+    constexpr int kSecond = Layout::kSecondColumns, kBlock = Layout::kBlockBytes;
     piece(0, kSecond, 0);
     piece(kSecond + kBlock, kBlock, kSecond);
     piece(kSecond + 3 * kBlock, kBlock, kSecond + kBlock);
@@ -39,7 +38,7 @@ __device__ __forceinline__ void load_record(unsigned char* to, const unsigned ch
     static_assert(Layout::kColumns == 2, "a pair");
     // The decay, b and the inverse's first column; then what is stored of its second one.
     constexpr int kRest = Layout::kInverse + Layout::kColumnBytes - Layout::kDecay;
-    constexpr int kSecond = Layout::kInverse + 2 * Layout::kColumnBytes;
+    constexpr int kSecond = Layout::kSecondColumns;
     FullBarrier::arrive_and_expect_tx(full,
                                       4 * Layout::kHalfImageBytes + kRest + Layout::kBlockBytes);
 #pragma unroll
@@ -58,7 +57,7 @@ __device__ __forceinline__ void load_record(unsigned char* to, const unsigned ch
 template <class Layout>
 __device__ __forceinline__ void clear_unstored(unsigned char* record, int which, int lane) {
   static_assert(Layout::kColumns == 2 && Layout::kBlockBytes == 32 * 16, "16 bytes a lane");
-  unsigned char* const block = record + Layout::kInverse + (2 + which) * Layout::kColumnBytes;
+  unsigned char* const block = record + Layout::kSecondColumns + which * Layout::kColumnBytes;
   *reinterpret_cast<uint4*>(block + 16 * lane) = make_uint4(0, 0, 0, 0);
 }
 

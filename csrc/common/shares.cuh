@@ -16,6 +16,7 @@ class Shares {
  public:
   // What a chain takes beside its chunks, its states above all, as so many chunks.
   static constexpr int kChainCost = 4;
+  static constexpr int kTurnsAtOnce = 16;  // that a warp looks up
 
   // `record_begin`: as p.record_begin, perhaps nearer. `longest`: chunks of the longest sequence.
   __device__ __forceinline__ Shares(const ForwardParams& p, const int* record_begin, int longest)
@@ -26,8 +27,8 @@ class Shares {
         size_(max((all_ + p.clusters - 1) / p.clusters, longest + 1ll * kChainCost)),
         heads_of_cost_(1.0 / static_cast<double>(of_head_)) {}
 
-  // A warp finds the shares of 16 turns at once, beginning with `first`: lane 2i that of the i-th,
-  // while the next one searches for its end.
+  // Of kTurnsAtOnce turns, beginning with `first`, by a warp: lane 2i finds that of the i-th, while
+  // the next one searches for its end.
   __device__ __forceinline__ Share of_turns_from(int first, int lane) const {
     const long long begin = size_ * (first + (lane >> 1)), end = min(begin + size_, all_);
     const bool some = begin < end;

@@ -28,7 +28,7 @@ __device__ __forceinline__ constexpr int image_offset(int row, int byte_in_row,
 // Byte offset in a square bf16 image of a record for kTokens.
 template <int kTokens = kChunk>
 __device__ __forceinline__ constexpr int square_offset(int row, int column) {
-  return (column >> 4) * 2 * Record<kTokens>::kColumnBytes +
+  return (column >> 4) * Record<kTokens>::kColumnStride +
          ((row >> 3) * 2 + (column >> 3 & 1)) * 128 + (row & 7) * 16 + (column & 7) * 2;
 }
 

@@ -65,7 +65,8 @@ __device__ __forceinline__ void share_out(const ForwardParams& p, const int* rec
                                           int longest) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Shares shares(p, record_begin, longest);
-  for (int first = 16 * warp; first < p.clusters; first += 16 * kScheduleWarps) {
+  constexpr int kAtOnce = Shares::kTurnsAtOnce;
+  for (int first = kAtOnce * warp; first < p.clusters; first += kAtOnce * kScheduleWarps) {
     const Share share = shares.of_turns_from(first, lane);
     const int turn = first + (lane >> 1);
     if (lane % 2 == 0 && turn < p.clusters) p.shares[turn] = share;

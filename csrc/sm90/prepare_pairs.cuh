@@ -68,8 +68,8 @@ class PairWarp {
     // L of the chunk in fp32, until its inverse takes its place.
     static_assert(sizeof(float[kChunk][kChunk]) == PairRecord::kColumnBytes, "L fits");
     unsigned char* const inverse = record_ + PairRecord::kInverse;
-    auto& lower = *reinterpret_cast<float (*)[kChunk][kChunk]>(
-        inverse + chunk_ * 2 * PairRecord::kColumnBytes);
+    auto& lower =
+        *reinterpret_cast<float (*)[kChunk][kChunk]>(inverse + chunk_ * PairRecord::kColumnStride);
     store_lower(lower, products, b, lane_);
     __syncwarp();  // L is complete
     float column[kChunk];

@@ -142,7 +142,7 @@ class WgmmaStep {
     fence_registers(update);
     warpgroup_arrive();
     multiply_chunks<Square>(update, u, base + (Layout::kInverse >> 4) | square,
-                            2 * Layout::kColumnBytes, gmma::ScaleOut::Zero);
+                            Layout::kColumnStride, gmma::ScaleOut::Zero);
     warpgroup_commit_batch();
     load_decays(decay, record, 1);
     early();  // before the last product is started, so that late() has what it needs
@@ -163,8 +163,8 @@ class WgmmaStep {
         128 * kChunk, gmma::ScaleOut::One);
     if constexpr (kOutputs) {
       // Tm U in the first half, which nobody needs.
-      multiply_chunks<Both>(xo, u, base + (Layout::kInverse >> 4) | square,
-                            2 * Layout::kColumnBytes, gmma::ScaleOut::One);
+      multiply_chunks<Both>(xo, u, base + (Layout::kInverse >> 4) | square, Layout::kColumnStride,
+                            gmma::ScaleOut::One);
     }
     warpgroup_commit_batch();
     late();

@@ -34,10 +34,6 @@ LENGTHS = (5000, 0, 1, 4321, 47, 4600)
 STATES = [torch.float32, torch.bfloat16]
 LARGEST = torch.finfo(torch.bfloat16).max
 PAIR = 32
-PAIR_BYTES = 28288 + 4608
-"""The record of a pair of chunks and head in the workspace, and what is kept of its first chunk."""
-CARRIED_BYTES = 2 * 4 * 128 * 128
-"""What a segment leaves there."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +54,8 @@ def segments_of(case: cases.Case) -> int:
     batch, tokens, heads, _ = case.q.shape
     sequences = case.state_shape[0]
     pairs = min(batch * tokens, (batch * tokens + (PAIR - 1) * sequences) // PAIR)
-    cuts = (workspace_bytes(case) - pairs * heads * PAIR_BYTES) // (sequences * heads)
-    segments = 1 + cuts // CARRIED_BYTES
+    cuts = (workspace_bytes(case) - pairs * heads * paths.PAIR_BYTES) // (sequences * heads)
+    segments = 1 + cuts // paths.CUT_BYTES
     assert segments > 1, "the case has too few tokens to be cut"
     return segments
 

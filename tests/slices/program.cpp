@@ -207,8 +207,9 @@ void print_ring_warps(const Launch& launch, bool all, const std::function<void()
   const int warps = all ? static_cast<int>(launch.threads) / 32 : kShape.warps;
   print_warps(launch, warps, body);
   for (const auto& stage : smem.stage) {
-    for (const int column : {2, 3}) {
-      const unsigned char* block = stage.record + Layout::kInverse + column * Layout::kColumnBytes;
+    for (const int which : {0, 1}) {
+      const unsigned char* block =
+          stage.record + Layout::kSecondColumns + which * Layout::kColumnBytes;
       const bool cleared =
           std::all_of(block, block + Layout::kBlockBytes, [](auto byte) { return byte == 0; });
       if (all && launch.ctas > 0 && !cleared) device::fail("a block of zeros was not cleared");
