@@ -65,37 +65,41 @@ constexpr int kPreparePairsSmemBytes =
     kPairsOfCta * aligned(PairRecord::kBytes + 2 * kHeadDim * 4, 128);
 
 constexpr int kGroupWarps = 4;
+constexpr int kRowTurns = 4;       // chunks of a group whose raw rows may be under way
+constexpr int kGrowingImages = 4;  // places for K^ of a CTA's chunks
 using FusedWarpMemory = ChainWarpMemory<1, kChunk, 4>;
 
 // A fused kernel: a cluster works on all rows of the state of one sequence and head, each of its
-// `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile `groups` of
-// kGroupWarps warps and `solvers` in each CTA make the records of the chunks to come, for all CTAs
-// of the cluster, in a ring of `stages`.
+// `cluster` CTAs on a slice of them with `warps` computing warps of 16 rows. Meanwhile a warp that
+// fetches, `groups` of kGroupWarps warps and `solvers` in each CTA make the records of the chunks
+// to come, for all CTAs of the cluster, in a ring of `stages`.
 struct FusedShape {
   int cluster, warps, solvers, groups, stages;
   // Of a thread, of each kind of warps. A warpgroup can only be given what others have given back.
+  // The warp that fetches is in the solvers'.
   int chain_registers, solver_registers, rows_registers;
 
-  constexpr int threads() const { return 32 * (warps + solvers + kGroupWarps * groups); }
+  constexpr int threads() const { return 32 * (warps + solvers + 1 + kGroupWarps * groups); }
   constexpr int slice_rows() const { return kHeadDim / cluster; }  // of V
   constexpr bool registers_suffice() const {
     const int begun_with = 65536 / threads() / 8 * 8 * threads();
-    return 32 * (warps * chain_registers + solvers * solver_registers +
+    return 32 * (warps * chain_registers + (solvers + 1) * solver_registers +
                  kGroupWarps * groups * rows_registers) <=
            begun_with;
   }
   constexpr int smem_bytes() const {
     const int stage_bytes = aligned(ChunkRecord::kBytes, 1024);
-    const int group_bytes = (2 * 2 + 1) * kGroupWarps * 2 * kChunk * 4 + 8;
+    const int group_bytes = (2 * 2 + 1) * kGroupWarps * 2 * kChunk * 4 + (1 + kRowTurns) * 8;
     const int bytes = stages * (stage_bytes + 3 * 8) + warps * int(sizeof(FusedWarpMemory)) +
-                      groups * group_bytes + solvers * (2 * ChunkRecord::kHalfImageBytes + 8);
+                      groups * group_bytes +
+                      kGrowingImages * (2 * ChunkRecord::kHalfImageBytes + 8);
     return aligned(bytes, 1024);
   }
 };
 
 constexpr int kRowsOfWarp = 16;
 constexpr int kStateStages = 3;  // of the ring, that a state takes on its way to a chain
-constexpr FusedShape kFused{2, 4, 4, 2, 14, 200, 88, 112};
+constexpr FusedShape kFused{2, 4, 3, 2, 14, 216, 88, 104};
 static_assert(kFused.registers_suffice(), "or a warpgroup waits for its registers forever");
 
 constexpr int kCombineRows = 16;  // of V, a CTA

@@ -91,6 +91,18 @@ struct alignas(16) Share {
 };
 constexpr int kStateWarps = 8;  // of a cluster, whose rows together are a state
 
+// How the copy engine finds tiles in a [B, T, H, 128] tensor: what the driver makes of its address,
+// sizes and strides (CUtensorMap).
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+constexpr int kChannelsOfTile = 64;  // and kChunk tokens: half of an image
+
+// The second argument of `fused`.
+struct RowMaps {
+  TensorMap q, k, g;
+};
+
 struct ForwardParams {
   const void* q;
   const void* k;

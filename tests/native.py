@@ -101,8 +101,19 @@ LAUNCHING_DRIVER = r"""
 #include <thread>
 #include <vector>
 namespace {
+// A map is what it was made of.
+struct TensorMap {
+  uint64_t base, sizes[4], strides[3];
+  uint32_t tile[4], every[4], type, rank, interleave, swizzle, promotion, fill, none[2];
+};
+static_assert(sizeof(TensorMap) == 128);
+struct RowMaps {
+  TensorMap q, k, g;
+};
 std::mutex mutex;
 std::set<std::string> names;
+std::atomic<int> encoded{0};
+RowMaps maps;  // of the last launch of flash_kda_fused
 std::vector<std::pair<uint64_t, const char*>> launches;
 std::string failing;  // the function that fails, or a kernel
 std::atomic<int> code{0}, countdown{0}, every{0}, loaded{0}, attempts{0};
@@ -123,9 +134,11 @@ void stand_in_fail(const char* function, int at, int with) {
 void stand_in_fail_every(int n) { every = n; }
 void stand_in_reset() {
   stand_in_fail("", 0, 0);
-  every = attempts = 0;
+  every = attempts = encoded = 0;
   launches.clear();
 }
+int stand_in_encoded() { return encoded; }
+const void* stand_in_maps() { return &maps; }
 int stand_in_launches() { return static_cast<int>(launches.size()); }
 const char* stand_in_kernel(int n) { return launches[n].second; }
 uint64_t stand_in_stream(int n) { return launches[n].first; }
@@ -179,13 +192,33 @@ int cuKernelGetFunction(void** function, void* kernel) {
 }
 int cuFuncSetAttribute(void*, int, int) { return result("cuFuncSetAttribute"); }
 #ifdef PARAMETERS
-int cuFuncGetParamInfo(void*, size_t, size_t* offset, size_t* size) {
-  *offset = 0;
-  *size = PARAMETERS;
+int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
+  const bool has_maps = !std::strcmp(static_cast<const char*>(function), "flash_kda_fused");
+  if (index > has_maps) return 1;
+  *offset = index == 0 ? 0 : PARAMETERS;
+  *size = index == 0 ? PARAMETERS : MAPS;
   return result("cuFuncGetParamInfo");
 }
 #endif
-int cuLaunchKernelEx(const void* config, void* function, void**, void**) {
+int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base,
+                           const uint64_t* sizes, const uint64_t* strides, const uint32_t* tile,
+                           const uint32_t* every, int interleave, int swizzle, int promotion,
+                           int fill) {
+  const int status = result("cuTensorMapEncodeTiled");
+  if (status != 0) return status;
+  if (reinterpret_cast<uintptr_t>(map) % 64 != 0) return 1;
+  *map = {};
+  map->base = reinterpret_cast<uint64_t>(base);
+  std::memcpy(map->sizes, sizes, sizeof map->sizes);
+  std::memcpy(map->strides, strides, sizeof map->strides);
+  std::memcpy(map->tile, tile, sizeof map->tile);
+  std::memcpy(map->every, every, sizeof map->every);
+  map->type = type, map->rank = rank, map->interleave = interleave, map->swizzle = swizzle;
+  map->promotion = promotion, map->fill = fill;
+  ++encoded;
+  return 0;
+}
+int cuLaunchKernelEx(const void* config, void* function, void** arguments, void**) {
   const int status = result("cuLaunchKernelEx");
   if (status != 0) return status;
   if (every > 0) {
@@ -196,6 +229,8 @@ int cuLaunchKernelEx(const void* config, void* function, void**, void**) {
   std::memcpy(&stream, static_cast<const char*>(config) + 32, sizeof stream);
   const std::lock_guard<std::mutex> alone(mutex);
   launches.emplace_back(stream, static_cast<const char*>(function));
+  if (!std::strcmp(launches.back().second, "flash_kda_fused"))
+    maps = *static_cast<const RowMaps*>(arguments[1]);
   return 0;
 }
 int cuThreadExchangeStreamCaptureMode(int* mode) {

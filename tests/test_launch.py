@@ -6,9 +6,12 @@ The library is a copy of the installed one that opens another driver, compiled f
 from __future__ import annotations
 
 import ctypes
+import re
+import struct
 import threading
 from collections.abc import Callable
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,10 @@ LAUNCHES = {
     "segments": ("schedule", "prepare_pairs", "affine", "combine", "walk"),
 }
 EACH_LAUNCH = [(path, at) for path, kernels in LAUNCHES.items() for at in range(len(kernels))]
+MAPPED = ("q", "k", "g")  # the tensors whose rows the copy engine finds by a map
+MAPS_BYTES = 3 * 128
+MAP = struct.Struct("<8Q16I")  # as the stand-in leaves what it was asked for
+
 KERNELS = sorted({f"flash_kda_{name}" for names in LAUNCHES.values() for name in names})
 
 
@@ -52,6 +59,7 @@ class FailingDriver:
         self.driver = ctypes.CDLL(str(path))
         self.driver.stand_in_kernel.restype = ctypes.c_char_p
         self.driver.stand_in_stream.restype = ctypes.c_uint64
+        self.driver.stand_in_maps.restype = ctypes.c_void_p
         library = installed.read_bytes()
         assert library.count(REAL_DRIVER) == 1 and len(name) + 1 == len(REAL_DRIVER)
         copy = folder / f"{name}.launcher.so"
@@ -69,6 +77,15 @@ class FailingDriver:
 
     def streams(self) -> list[int]:
         return [self.driver.stand_in_stream(n) for n in range(self.driver.stand_in_launches())]
+
+    def encoded(self) -> int:
+        """The maps that it was asked for."""
+        return self.driver.stand_in_encoded()
+
+    def maps(self) -> dict[str, tuple[int, ...]]:
+        """Those that the last launch of ``fused`` was given."""
+        given = ctypes.string_at(self.driver.stand_in_maps(), MAPS_BYTES)
+        return dict(zip(MAPPED, MAP.iter_unpack(given), strict=True))
 
     def settled(self) -> bool:
         """Whether this thread has the context and the capture mode that it had before."""
@@ -90,13 +107,76 @@ def module(failing: FailingDriver) -> int:
     return failing.launcher.open_module(IMAGE, 0)
 
 
-def launch(failing: FailingDriver, module: int, path: str, stream: int = STREAM) -> None:
-    """A packed call of one sequence and head; nothing ever looks at its addresses."""
-    geometry = [1, 4000, 1, 1, 1, 1, 0, *(3 * (1 << 20, 128, 128)), *(2 * (1 << 20, 128, 128))]
+@dataclass(frozen=True)
+class Rows:
+    """Addresses of q, k and g, their strides in elements and sizes."""
+
+    bases: tuple[int, int, int] = (4096, 4096, 4096)
+    strides: tuple[tuple[int, int, int], ...] = 3 * ((1 << 20, 128, 128),)  # batch, token, head
+    batch: int = 1
+    tokens: int = 4000
+    heads: int = 1
+
+    def maps(self) -> dict[str, tuple[int, ...]]:
+        """What the driver has to be told of each."""
+        found = {}
+        sizes = (128, self.heads, self.tokens, self.batch)
+        for name, base, strides in zip(MAPPED, self.bases, self.strides, strict=True):
+            inward = zip(sizes[1:], reversed(strides), strict=True)
+            in_bytes = [256 if size == 1 else 2 * stride for size, stride in inward]
+            # A tile; every element of it; bf16, 4 dimensions, not interleaved, a swizzle of 128
+            # bytes, no promotion in L2, zeros outside.
+            found[name] = (
+                base,
+                *sizes,
+                *in_bytes,
+                64,
+                1,
+                16,
+                1,
+                1,
+                1,
+                1,
+                1,
+                9,
+                4,
+                0,
+                3,
+                0,
+                0,
+                0,
+                0,
+            )
+        return found
+
+
+def fresh_rows() -> Rows:
+    """Of tensors that no call has had."""
+    first, second, third = (4096 * n for n in islice(_fresh, 3))
+    return Rows((first, second, third))
+
+
+_fresh = count(1 << 20)
+
+
+def launch(
+    failing: FailingDriver, module: int, path: str, stream: int = STREAM, rows: Rows | None = None
+) -> None:
+    """A packed call of one sequence and head, or one of such rows; nothing looks at addresses."""
+    packed = rows is None
+    rows = rows or Rows()
+    sequences, other = rows.batch, (1 << 20, 128, 128)
+    q, k, g = rows.strides
+    geometry = [rows.batch, rows.tokens, rows.heads, sequences, sequences, sequences, 0]
+    geometry += [*q, *k, *other, *g, *other]
     geometry += [4000, 1, 1, *(3 * (16384, 16384)), 1, 0, 0]
     failing.launcher.forward(
         module,
-        (*(6 * [4096]), 0, 0, 4096, 4096, 4096, 0, 0, 0, 4096),
+        # q, k, v, g, beta and out; two that are absent; the states and cu_seqlens.
+        (
+            *(*rows.bases[:2], 4096, rows.bases[2], 4096, 4096),
+            *(0, 0, 4096, 4096, 4096 if packed else 0, 0, 0, 0, 4096),
+        ),
         stream,
         1 << 40,
         tuple(geometry),
@@ -147,6 +227,105 @@ def test_a_context_that_fails(failing: FailingDriver, module: int, function: str
         launch(failing, module, "fused")
     assert failing.launches() == [] and failing.settled()
     in_another_thread(lambda: launch(failing, module, "fused"))
+
+
+@pytest.mark.parametrize(("at", "name"), list(enumerate(MAPPED, 1)))
+def test_a_map_that_fails(failing: FailingDriver, module: int, at: int, name: str) -> None:
+    failing.fail("cuTensorMapEncodeTiled", at)
+    rows = fresh_rows()
+    with pytest.raises(errors.LaunchError) as info:
+        launch(failing, module, "fused", rows=rows)
+    expected = f"cuTensorMapEncodeTiled for {name} failed: CUDA_ERROR_FAKE (fake trouble)"
+    assert str(info.value) == f"flash_kda: {expected}"
+    assert failing.launches() == [] and failing.settled()
+    in_another_thread(lambda: launch(failing, module, "fused", rows=rows))
+    launch(failing, module, "fused", rows=rows)
+    assert failing.launches() == 2 * ["fused"]
+    assert failing.maps() == rows.maps()
+    # Those before it were remembered; another thread remembers nothing.
+    assert failing.encoded() == 3 + 3
+
+
+CHANGES = [
+    *("batch", "tokens", "heads"),
+    *((tensor, which) for tensor in range(3) for which in ("base", 0, 1, 2)),
+]
+
+
+def changed(rows: Rows, change: str | tuple[int, str | int]) -> Rows:
+    """With another size, or another address or stride of one of the tensors."""
+    if isinstance(change, str):
+        return replace(rows, **{change: getattr(rows, change) + 1})
+    tensor, which = change
+    bases, strides = list(rows.bases), [list(x) for x in rows.strides]
+    if isinstance(which, str):
+        bases[tensor] += 1 << 40
+    else:
+        strides[tensor][which] += 64
+    first, second, third = strides
+    return replace(rows, bases=tuple(bases), strides=(tuple(first), tuple(second), tuple(third)))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_maps_of_rows(
+    failing: FailingDriver, module: int, change: str | tuple[int, str | int]
+) -> None:
+    """Each tensor's own, encoded again if and only if something in it has changed."""
+    strides = ((1 << 20, 1024, 128), (1 << 21, 512, 256), (128, 1 << 22, 136))
+    rows = replace(fresh_rows(), strides=strides, batch=3, tokens=70, heads=2)
+    other = changed(rows, change)
+    changes = sum(other.maps()[name] != rows.maps()[name] for name in MAPPED)
+    assert changes == (3 if isinstance(change, str) else 1)
+    for again in (rows, other, rows, other, other, rows):
+        launch(failing, module, "fused", rows=again)
+        assert failing.maps() == again.maps()
+    assert failing.encoded() == 3 + changes
+
+
+@pytest.mark.parametrize("one", ["batch", "tokens", "heads"])
+def test_strides_that_nobody_takes(failing: FailingDriver, module: int, one: str) -> None:
+    """The driver is told another, as it refuses those that are not multiples of 16 bytes."""
+    sizes = {"batch": 2, "tokens": 33, "heads": 3, one: 1}
+    strides = [1 << 20, 1024, 128]
+    strides[("batch", "tokens", "heads").index(one)] = 3
+    rows = replace(fresh_rows(), strides=tuple(3 * [tuple(strides)]), **sizes)
+    launch(failing, module, "fused", rows=rows)
+    assert failing.maps() == rows.maps()
+    for map_ in failing.maps().values():
+        assert sorted(map_[5:8]) == sorted(256 if x == 3 else 2 * x for x in strides)
+
+
+def test_more_tensors_than_are_remembered(failing: FailingDriver, module: int) -> None:
+    calls = [fresh_rows() for _ in range(40)]
+    for _ in range(2):
+        for rows in calls:
+            launch(failing, module, "fused", rows=rows)
+            assert failing.maps() == rows.maps()
+    latest = calls[-2:]
+    before = failing.encoded()
+    for rows in 3 * latest:
+        launch(failing, module, "fused", rows=rows)
+        assert failing.maps() == rows.maps()
+    assert failing.encoded() == before
+
+
+def test_tensors_that_are_the_same(failing: FailingDriver, module: int) -> None:
+    base = fresh_rows().bases[0]
+    launch(failing, module, "fused", rows=Rows((base, base, base)))
+    assert failing.maps() == Rows((base, base, base)).maps()
+    assert failing.encoded() == 1
+
+
+@pytest.mark.parametrize("path", [path for path in LAUNCHES if path != "fused"])
+def test_paths_without_maps(failing: FailingDriver, module: int, path: str) -> None:
+    launch(failing, module, path, rows=fresh_rows())
+    assert failing.launches() and failing.encoded() == 0
+
+
+def test_no_tokens_need_no_maps(failing: FailingDriver, module: int) -> None:
+    """The driver refuses sizes of 0."""
+    launch(failing, module, "fused", rows=replace(fresh_rows(), tokens=0))
+    assert failing.launches() == ["fused"] and failing.encoded() == 0
 
 
 def test_an_error_that_the_driver_cannot_name(failing: FailingDriver, module: int) -> None:
@@ -311,11 +490,23 @@ def test_an_image_that_is_too_small(failing: FailingDriver) -> None:
 
 
 def test_a_cubin_of_another_revision(tmp_path: Path) -> None:
-    failing = FailingDriver(tmp_path, "-DPARAMETERS=8")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="another revision: flash_kda_schedule takes 8 bytes"):
-            failing.launcher.open_module(IMAGE, 0)
-        assert failing.driver.stand_in_loaded() == 0 and failing.settled()
+    def refuses(kernel: str, found: int, parameters: int, maps: int) -> int:
+        """Twice; returns the size that it expects."""
+        failing = FailingDriver(tmp_path, f"-DPARAMETERS={parameters}", f"-DMAPS={maps}")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the cubin is of another revision: ") as info:
+                failing.launcher.open_module(IMAGE, 0)
+            text = rf"{kernel} takes {found} bytes of parameters, not (\d+)"
+            (expected,) = re.findall(text, str(info.value))
+            assert failing.driver.stand_in_loaded() == 0 and failing.settled()
+        return int(expected)
+
+    size = refuses("flash_kda_schedule", 8, 8, MAPS_BYTES)
+    for other in (0, 128, MAPS_BYTES + 8):
+        assert refuses("flash_kda_fused", other, size, other) == MAPS_BYTES
+    failing = FailingDriver(tmp_path, f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}")
+    launch(failing, failing.launcher.open_module(IMAGE, 0), "fused", rows=fresh_rows())
+    assert failing.launches() == ["fused"]
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path) -> None:

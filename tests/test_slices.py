@@ -66,8 +66,12 @@ class Shape:
     cluster: int = 2
 
     @property
-    def first_rows_warp(self) -> int:
+    def fetch_warp(self) -> int:
         return self.warps + self.solvers
+
+    @property
+    def first_rows_warp(self) -> int:
+        return self.fetch_warp + 1
 
     @property
     def all_warps(self) -> int:
@@ -88,7 +92,11 @@ class WalkShape:
         return self.warps + self.helpers
 
 
-FUSED = Shape(4, 4, 2)
+FUSED = Shape(4, 3, 2)
+ROW_TURNS, GROWING_IMAGES = 4, 4
+# The raw rows of k, q and g in a record of one chunk: two tiles of 64 channels each.
+TILE_BYTES, HALF_BYTES, TILE_PLACES = 2048, 6144, {"k": 0, "g": 4096, "q": 2048}
+PREFETCHED = 3  # chunks of a piece, whose V is brought near
 WALKS = {"affine": WalkShape(4, 3, 4), "walk": WalkShape(2, 6, 1)}
 SCHEDULE_THREADS, COMBINE_THREADS, COMBINE_ROWS = 1024, 512, 16
 PAIRS_OF_CTA = 2
@@ -172,6 +180,7 @@ class Call:
 
 
 V, OUT = 2**44, 2**45
+ROWS = {"q": 2**46, "k": 2**47, "g": 2**48}
 
 
 def records_of(tokens: int, size: int) -> int:
@@ -193,7 +202,7 @@ def share_bytes(clusters: int) -> int:
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not CSRC.is_dir():
         pytest.skip("needs the sources of the kernels")
-    host = [CSRC / "host" / f"{name}.cpp" for name in ("launch", "plan", "error")]
+    host = [CSRC / "host" / f"{name}.cpp" for name in ("launch", "plan", "error", "tensor_map")]
     return native.link(
         [STAND_INS / "program.cpp", *host],
         tmp_path_factory.mktemp("slices") / "slices",
@@ -236,7 +245,22 @@ def run(
     kept = (initial, final, checkpoint)
     no_stride = (0, 0, 0)
     args = abi.ARGS.pack(
-        *(1, 1, V, 1, 1, OUT, 1, 1, initial.base, final.base, 0, 0, 0, checkpoint.base),
+        *(
+            ROWS["q"],
+            ROWS["k"],
+            V,
+            ROWS["g"],
+            1,
+            OUT,
+            1,
+            1,
+            initial.base,
+            final.base,
+            0,
+            0,
+            0,
+            checkpoint.base,
+        ),
         *(0, 0),  # workspace, stream
         *(0, call.batch, call.tokens, call.heads, len(spans), initial.slots, final.slots),
         len(offsets.values),
@@ -647,6 +671,33 @@ def ring_events(
     return events
 
 
+@dataclass(frozen=True)
+class FusedSmem:
+    """Where things lie in the shared memory of a CTA."""
+
+    stages: int
+    stage_bytes: int
+    full: int
+    empty: int
+    rows: int
+    barrier_bytes: int
+    growing: int
+    growing_bytes: int
+    solved: int
+
+    def stage(self, number: int) -> int:
+        return self.stages + self.stage_bytes * number
+
+    def barrier(self, first: int, number: int) -> int:
+        return first + self.barrier_bytes * number
+
+    def rows_of(self, index: int) -> tuple[int, int]:
+        """Where those of a chunk are waited for, and the phase."""
+        turn, group = divmod(index // FUSED.cluster, FUSED.groups)
+        phase, place = divmod(turn, ROW_TURNS)
+        return self.barrier(self.rows, ROW_TURNS * group + place), phase
+
+
 def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None:
     shape = FUSED
     # Clusters in the order in which they began: that of their turns, if they take any.
@@ -656,6 +707,8 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
         cluster, cta = divmod(x["cta"], shape.cluster)
         clusters.setdefault(cluster, {})[cta, x["warp"]] = x["events"]
         copies.setdefault(cluster, []).extend(x["sent"])
+        kinds = {kind for kind, *_ in x["sent"]}
+        assert kinds <= {"prefetch" if x["warp"] == shape.fetch_warp else "send"}
     sent = list(copies.values())
     assert sorted(clusters) == list(range(expected.clusters))
     assert launch["turns"] == [expected.clusters] * expected.shared
@@ -680,8 +733,9 @@ def check_fused(expected: Expected, launch: dict[str, Any], exact: bool) -> None
                 else:
                     check_unordered(expected, job, row)
         if len(mine) == shape.cluster * shape.all_warps:
-            check_walks(expected, jobs, mine)
-            check_sent(expected, launch, jobs, sent[turn])
+            check_walks(expected, launch, jobs, mine)
+            check_sent(expected, launch, jobs, [x for x in sent[turn] if x[0] == "send"])
+            check_prefetched(expected, jobs, [x for x in sent[turn] if x[0] == "prefetch"])
         else:
             assert len(mine) == shape.cluster * shape.warps
     if expected.shared:
@@ -707,7 +761,7 @@ def check_sent(
     expected: Expected, launch: dict[str, Any], jobs: list[Job], sent: list[Event]
 ) -> None:
     """Every row of every initial state that comes through the ring is copied once, to its CTA."""
-    stages, stage_bytes, full, barrier_bytes = launch["smem"]
+    smem = FusedSmem(*launch["smem"])
     copies = []
     for job in jobs:
         for row in range(DIM if expected.state_stages(job) else 0):
@@ -717,10 +771,22 @@ def check_sent(
             cta, own = divmod(row, DIM // FUSED.cluster)
             part, place = divmod(own, STATE_ROWS)
             stage = (job.first + part) % FUSED.stages
-            to = stages + stage_bytes * stage + STATE_ROW_BYTES * place
+            to = smem.stage(stage) + STATE_ROW_BYTES * place
             size = DIM * ELEMENT[state[1]]
-            copies.append(["send", cta, to, state[0], size, full + barrier_bytes * stage])
+            copies.append(["send", cta, to, state[0], size, smem.barrier(smem.full, stage)])
     assert sorted(sent) == sorted(copies)
+
+
+def check_prefetched(expected: Expected, jobs: list[Job], sent: list[Event]) -> None:
+    """V of the first chunks of each piece, every line of 128 bytes once."""
+    batch, token, head = expected.call.v_stride
+    lines = [
+        ["prefetch", V + 2 * (job.tokens[0] * batch + n * token + job.head * head) + 128 * line]
+        for job in jobs
+        for n in range(job.tokens[1], job.tokens[1] + min(job.tokens[2], PREFETCHED * CHUNK))
+        for line in range(2)
+    ]
+    assert sorted(sent) == sorted(lines)
 
 
 def check_shares(expected: Expected, turns: list[list[Job]]) -> None:
@@ -795,11 +861,14 @@ def check_unordered(expected: Expected, job: Job, row: int) -> None:
 
 
 def check_walks(
-    expected: Expected, jobs: list[Job], mine: dict[tuple[int, int], list[Event]]
+    expected: Expected,
+    launch: dict[str, Any],
+    jobs: list[Job],
+    mine: dict[tuple[int, int], list[Event]],
 ) -> None:
-    """Rows and solvers: every part of a state that comes by way of the ring and every chunk of the
-    cluster's jobs once, by the CTA that owns its stage."""
-    shape = FUSED
+    """Fetches, rows and solvers: every part of a state that comes by way of the ring and every
+    chunk of the cluster's jobs once, by the CTA that owns its stage."""
+    shape, smem = FUSED, FusedSmem(*launch["smem"])
     every: list[Event] = []
     for job in jobs:
         assert len(every) == job.first
@@ -822,14 +891,56 @@ def check_walks(
         for cta, warps in kind:
             walks = [mine[cta, warp] for warp in warps]
             assert all(walk == walks[0] for walk in walks)
-            indices = [event[1] for event in walks[0]]
+            walk = [event for event in walks[0] if event[0] in ("chunk", "part")]
+            indices = [event[1] for event in walk]
             assert indices == sorted(indices)
             seen += indices
-            for name, index, stage, turn, *what in walks[0]:
+            before = [event for event in walks[0] if event[0] not in ("chunk", "part")]
+            waits = warps[0] >= shape.first_rows_warp
+            assert before == [x for n in indices for x in growing_events(smem, n, waits)]
+            for name, index, stage, turn, *what in walk:
                 assert [name, *what] == every[index]
                 assert (turn, stage) == divmod(index, shape.stages)
                 assert index % shape.cluster == cta
         assert sorted(seen) == list(range(len(every)))
+    for cta in range(shape.cluster):
+        fetches = [
+            event
+            for index in range(cta, len(every), shape.cluster)
+            for event in fetch_events(smem, index, every[index])
+        ]
+        assert mine[cta, shape.fetch_warp] == fetches
+
+
+def growing_events(smem: FusedSmem, index: int, waits: bool) -> list[Event]:
+    """Where K^ of a chunk stands; before it, what a group of warps that makes it waits for."""
+    turn, place = divmod(index // FUSED.cluster, GROWING_IMAGES)
+    events: list[Event] = [["growing", smem.growing + smem.growing_bytes * place]]
+    if waits and turn > 0:
+        events.insert(0, ["await", smem.barrier(smem.solved, place), (turn - 1) % 2])
+    if waits:
+        barrier, phase = smem.rows_of(index)
+        events.insert(0, ["await", barrier, phase % 2])
+    return events
+
+
+def fetch_events(smem: FusedSmem, index: int, what: Event) -> list[Event]:
+    """Of a chunk's rows, as tiles, or of a part of a state, of which the group is only told. The
+    stage's chunk before has been read. Addresses in shared memory have 32 bits."""
+    events: list[Event] = []
+    turn, stage = divmod(index, FUSED.stages)
+    if turn > 0:
+        events.append(["await", smem.barrier(smem.empty, stage), (turn - 1) % 2])
+    barrier = smem.rows_of(index)[0] % 2**32
+    if what[0] == "part":
+        return [*events, ["expect", barrier, 0]]
+    _, head, row, begin, _ = what
+    events.append(["expect", barrier, 2 * len(TILE_PLACES) * TILE_BYTES])
+    for name, place in TILE_PLACES.items():
+        for half in range(2):
+            to = (smem.stage(stage) + place + half * HALF_BYTES) % 2**32
+            events.append(["tile", to, ROWS[name], 64 * half, head, begin, row, barrier])
+    return events
 
 
 def forced(program: Path, call: Call, segments: int, exact: bool = True) -> None:
@@ -1170,10 +1281,18 @@ def test_combine(program: Path, segments: int) -> None:
     assert (found[:, :, 0] == before[:, :, 0]).all()
 
 
-@pytest.mark.parametrize("name", ["rows", "solver"])
-def test_walks_are_those_of_the_kernels(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("rows", (r"RowsTurn<kShape> rows\([^;]*;\s*Barrier::wait\(rows\.[^;]*;",)),
+        ("solver", ()),
+    ],
+)
+def test_walks_are_those_of_the_kernels(name: str, turns: tuple[str, ...]) -> None:
     """Two classes are too much for the host and stand in tests/slices, with the same walks."""
-    same_in_kernels(f"sm90/{name}.cuh", r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;")
+    growing = r"const GrowingTurn<kShape> growing\([^;]*;"
+    walk = (r"walk_\(p, [^)]*\)", r"ChunkWalk<[^>]*> walk_;")
+    same_in_kernels(f"sm90/{name}.cuh", *walk, growing, *turns)
 
 
 def test_clusters_of_their_own_have_their_own_numbers() -> None:

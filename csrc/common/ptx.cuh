@@ -5,6 +5,8 @@
 
 #include <cute/arch/util.hpp>
 
+#include "params.h"
+
 namespace flash_kda {
 
 constexpr unsigned kWarpMask = 0xffffffffu;  // all lanes
@@ -60,6 +62,33 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
       : "memory");
 }
 
+// A tile of a tensor -> shared memory, swizzled as half of an image is; completes on an mbarrier of
+// this CTA. Zeros for tokens past the tensor's last. All lanes of a warp call it and one issues it:
+// behind a branch on the lane the compiler would not know the coordinates to be the same in all.
+__device__ __forceinline__ void tile_load(unsigned shared, const TensorMap* map, int channel,
+                                          int head, int token, int batch, unsigned barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred issues;\n"
+      "elect.sync _|issues, 0xffffffff;\n"
+      "@issues cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];\n"
+      "}" ::"r"(shared),
+      "l"(map), "r"(channel), "r"(head), "r"(token), "r"(batch), "r"(barrier)
+      : "memory");
+}
+// An arrival of a warp, likewise, which announces so many bytes.
+__device__ __forceinline__ void arrive_expecting(unsigned barrier, unsigned bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred arrives;\n"
+      "elect.sync _|arrives, 0xffffffff;\n"
+      "@arrives mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+      "}" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
@@ -105,17 +134,20 @@ __device__ __forceinline__ void fence_async_shared() {
 }
 
 // Shared memory -> the same place in the shared memory of another CTA of the cluster; completes on
-// that CTA's mbarrier. `barrier` too is given as the address of this CTA's own.
+// that CTA's mbarrier. `barrier` too is given as the address of this CTA's own. All lanes of a warp
+// call it, and one issues it.
 __device__ __forceinline__ void bulk_send(unsigned cta, void* shared, unsigned bytes,
                                           cute::uint64_t* barrier) {
   asm volatile(
       "{\n"
       ".reg .b32 to, signal;\n"
+      ".reg .pred issues;\n"
       "mapa.shared::cluster.u32 to, %0, %3;\n"
       "mapa.shared::cluster.u32 signal, %2, %3;\n"
-      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [signal], %1;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, "
-      "[signal];\n"
+      "elect.sync _|issues, 0xffffffff;\n"
+      "@issues mbarrier.arrive.expect_tx.shared::cluster.b64 _, [signal], %1;\n"
+      "@issues cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], "
+      "%1, [signal];\n"
       "}" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
       "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(cta)
       : "memory");

@@ -36,6 +36,7 @@ Driver open_driver() {
   resolve(library, "cuFuncSetAttribute", d.FuncSetAttribute);
   d.FuncGetParamInfo =
       reinterpret_cast<decltype(d.FuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
+  resolve(library, "cuTensorMapEncodeTiled", d.TensorMapEncodeTiled);
   resolve(library, "cuLaunchKernelEx", d.LaunchKernelEx);
   resolve(library, "cuThreadExchangeStreamCaptureMode", d.ThreadExchangeStreamCaptureMode);
   resolve(library, "cuGetErrorName", d.GetErrorName);

@@ -20,6 +20,10 @@ struct Driver {
   CUresult (*KernelGetFunction)(CUfunction*, CUkernel);
   CUresult (*FuncSetAttribute)(CUfunction, CUfunction_attribute, int);
   CUresult (*FuncGetParamInfo)(CUfunction, size_t, size_t*, size_t*);  // null before CUDA 12.4
+  CUresult (*TensorMapEncodeTiled)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                   const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                   const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
   CUresult (*ThreadExchangeStreamCaptureMode)(CUstreamCaptureMode*);
   CUresult (*GetErrorName)(CUresult, const char**);

@@ -6,6 +6,7 @@
 
 #include "host/driver.h"
 #include "host/error.h"
+#include "host/tensor_map.h"
 #include "launch_shapes.h"
 
 namespace flash_kda::host {
@@ -149,7 +150,8 @@ void check_args(const flash_kda_forward_args& a) {
 
 class Launcher {
  public:
-  Launcher(CUstream stream, ForwardParams& params) : stream_(stream), arguments_{&params} {}
+  Launcher(CUstream stream, ForwardParams& params, RowMaps& maps)
+      : stream_(stream), arguments_{&params, &maps} {}
 
   // Every launch but the first may begin while the one before it drains; the kernels wait for it
   // before they read what it wrote.
@@ -172,7 +174,7 @@ class Launcher {
 
  private:
   CUstream stream_;
-  void* arguments_[1];
+  void* arguments_[2];  // of which most kernels take the first only
   bool first_ = true;
 };
 
@@ -253,7 +255,9 @@ void launch_forward(const Module& module, const flash_kda_forward_args& args) {
   ForwardParams params = make_params(args, plan);
   const std::lock_guard<std::mutex> alone(mutex_of(args.stream));
   const CurrentContext current(module.context);
-  Launcher launch(address<CUstream>(args.stream), params);
+  RowMaps maps{};
+  if (plan.path == kPathFused && args.tokens > 0) maps = row_maps(args);
+  Launcher launch(address<CUstream>(args.stream), params, maps);
   if (args.cu_seqlens != 0 || params.shares != nullptr) {
     launch(module.schedule, 1, kScheduleThreads, 0, "launching flash_kda_schedule");
   }

@@ -1,6 +1,7 @@
 #include "host/module.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <string>
 
@@ -31,7 +32,9 @@ int32_t device_attribute(CUdevice device, CUdevice_attribute attribute) {
   return value;
 }
 
-CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes) {
+// `parameters`: the sizes of the structs that the kernel takes.
+CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes,
+                       std::initializer_list<size_t> parameters = {sizeof(ForwardParams)}) {
   CUkernel kernel;
   const CUresult found = driver().LibraryGetKernel(&kernel, library, name);
   check(found, (std::string("cuLibraryGetKernel(") + name + ")").c_str());
@@ -39,13 +42,16 @@ CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes) {
   check(driver().KernelGetFunction(&function, kernel), "cuKernelGetFunction");
   // The driver copies as many bytes as the cubin's kernel wants: one of another revision would have
   // it read beyond our struct, or take one field for another.
-  size_t offset = 0, size = 0;
   if (driver().FuncGetParamInfo != nullptr) {
-    check(driver().FuncGetParamInfo(function, 0, &offset, &size), "cuFuncGetParamInfo");
-    if (size != sizeof(ForwardParams)) {
-      fail(FLASH_KDA_INVALID_ARGUMENT,
-           "the cubin is of another revision: %s takes %zu bytes of parameters, not %zu", name,
-           size, sizeof(ForwardParams));
+    size_t index = 0;
+    for (const size_t expected : parameters) {
+      size_t offset = 0, size = 0;
+      check(driver().FuncGetParamInfo(function, index++, &offset, &size), "cuFuncGetParamInfo");
+      if (size != expected) {
+        fail(FLASH_KDA_INVALID_ARGUMENT,
+             "the cubin is of another revision: %s takes %zu bytes of parameters, not %zu", name,
+             size, expected);
+      }
     }
   }
   if (smem_bytes > 0) {
@@ -86,7 +92,8 @@ Module* open_module(const void* image, int32_t device) {
     if (module->gpu.capability == kHopper) {
       module->prepare_pairs =
           find_kernel(library, "flash_kda_prepare_pairs", kPreparePairsSmemBytes);
-      module->chain[kPathFused] = find_kernel(library, "flash_kda_fused", kFused.smem_bytes());
+      module->chain[kPathFused] = find_kernel(library, "flash_kda_fused", kFused.smem_bytes(),
+                                              {sizeof(ForwardParams), sizeof(RowMaps)});
       module->affine = find_kernel(library, "flash_kda_affine",
                                    std::max(kAffine.smem_bytes(), module->exclusive_smem));
       module->combine = find_kernel(library, "flash_kda_combine", 0);

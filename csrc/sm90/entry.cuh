@@ -25,9 +25,10 @@ __device__ __forceinline__ RecurrenceSmem<kShape>& walk_smem() {
 
 extern "C" __global__ void __launch_bounds__(flash_kda::kFused.threads(), 1)
     __cluster_dims__(flash_kda::kFused.cluster, 1, 1)
-        flash_kda_fused(const __grid_constant__ flash_kda::ForwardParams p) {
+        flash_kda_fused(const __grid_constant__ flash_kda::ForwardParams p,
+                        const __grid_constant__ flash_kda::RowMaps maps) {
   using namespace flash_kda;
-  sm90::fused<kFused>(p, sm90::fused_smem<kFused>());
+  sm90::fused<kFused>(p, maps, sm90::fused_smem<kFused>());
 }
 
 extern "C" __global__ void __launch_bounds__(flash_kda::kPreparePairsThreads,

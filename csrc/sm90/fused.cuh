@@ -1,10 +1,12 @@
 // The Hopper family: one kernel makes the records of chunks in shared memory and carries the state
-// through them. Groups of warps turn rows into images, others solve, others are the chain.
+// through them. One warp fetches rows, groups of warps turn them into images, others solve, others
+// are the chain.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "chunk/sequence.cuh"
+#include "sm90/fetch.cuh"
 #include "sm90/read_state.cuh"
 #include "sm90/rows.cuh"
 #include "sm90/solver.cuh"
@@ -38,8 +40,8 @@ __device__ __forceinline__ int turn_of_cluster(const ForwardParams& p,
 // Calls compute(turn, cta, warp, lane) in the computing warps. Every chain warp must go through
 // every chunk of every piece.
 template <const FusedShape& kShape, class Compute>
-__device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<kShape>& smem,
-                                             Compute compute) {
+__device__ __forceinline__ void with_records(const ForwardParams& p, const RowMaps& maps,
+                                             FusedSmem<kShape>& smem, Compute compute) {
   const int warp = __shfl_sync(kWarpMask, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int cta = blockIdx.x % kShape.cluster;
   if (threadIdx.x == 0) {
@@ -51,7 +53,7 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
   }
   cluster_sync();
   const int turn = turn_of_cluster<kShape>(p, smem);
-  constexpr int kFirstRows = kShape.warps + kShape.solvers;
+  constexpr int kFetches = kShape.warps + kShape.solvers, kFirstRows = kFetches + 1;
   // Records depend on the call's tensors and, where there is one, on the schedule alone.
   if (warp < kShape.warps || p.cu_seqlens != nullptr || p.shares != nullptr)
     wait_for_previous_launch();
@@ -60,7 +62,11 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, FusedSmem<k
     compute(turn, cta, warp, lane);
   } else if (warp < kFirstRows) {
     cutlass::arch::warpgroup_reg_dealloc<kShape.solver_registers>();
-    SolverWarp<kShape>(p, smem, turn, cta, warp - kShape.warps, lane).run();
+    if (warp == kFetches) {
+      FetchWarp<kShape>(p, maps, smem, turn, cta, lane).run();
+    } else {
+      SolverWarp<kShape>(p, smem, turn, cta, warp - kShape.warps, lane).run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kShape.rows_registers>();
     const int member = warp - kFirstRows;
@@ -80,8 +86,9 @@ __device__ __forceinline__ void hand_on(const ForwardParams& p, int flag, int la
 }
 
 template <const FusedShape& kShape>
-__device__ __forceinline__ void fused(const ForwardParams& p, FusedSmem<kShape>& smem) {
-  with_records<kShape>(p, smem, [&](int turn, int cta, int warp, int lane) {
+__device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& maps,
+                                      FusedSmem<kShape>& smem) {
+  with_records<kShape>(p, maps, smem, [&](int turn, int cta, int warp, int lane) {
     Chain<RecordRing<kShape>, WgmmaStep<kChunk, true>, FusedWarpMemory> chain(p, {smem},
                                                                               smem.warp[warp]);
     const int first_row = cta * kShape.slice_rows() + kRowsOfWarp * warp;

@@ -32,14 +32,16 @@ struct FusedSmem {
   // A barrier's parity tells a phase from its neighbours, not from those beyond: whoever waits for
   // a phase must know that the one before is complete and the one after is not. The latter holds
   // because every phase is waited for by those without whom the next does not come
-  // (docs/design.md). The former: of `empty` it follows from this warp's or group's own chunk
-  // before, whose stage was free, so that what stood there a round earlier had been read, and with
-  // it, if there are enough stages, what stood two rounds earlier in this one. Of `images` and
-  // `solved` it follows from `empty`, which is waited for first, of `solved` if the stages take no
-  // longer round than a solver takes for two turns.
+  // (docs/design.md). The former: of `empty` it follows from this warp's own chunk before, whose
+  // stage was free, so that what stood there a round earlier had been read, and with it, if there
+  // are enough stages, what stood two rounds earlier in this one. Of `images` it follows from
+  // `empty`, which is waited for first. Of `rows` it is the group's own chunk before in the same
+  // turn; that no later one is fetched before all four warps have these follows from the ring, in
+  // which kRowTurns chunks of each group do not fit. Of `solved` it follows from `rows`, whose
+  // stage was free, if the stages take no longer round than K^ takes for two.
   static constexpr int kOwnStages = kShape.stages / kShape.cluster;
   static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers &&
-                    2 * kShape.solvers >= kOwnStages,
+                    kRowTurns * kShape.groups >= kOwnStages && 2 * kGrowingImages >= kOwnStages,
                 "parities are unambiguous");
   struct alignas(1024) Stage {  // wgmma's swizzle counts from multiples of 1024
     unsigned char record[ChunkRecord::kBytes];
@@ -48,18 +50,20 @@ struct FusedSmem {
     unsigned char image[2 * ChunkRecord::kHalfImageBytes];
   };
   Stage stage[kShape.stages];
-  Growing growing[kShape.solvers];  // K^, which only the products need: of each solver's chunk
+  Growing growing[kGrowingImages];  // K^, which only the products need
   FusedWarpMemory warp[kShape.warps];
   GroupMemory group[kShape.groups];
   int turn;  // of the cluster, in its first CTA
+  // rows: the raw rows of a group's chunk are there; the fetching warp's arrival, and bytes.
   // images: the four images of a chunk are complete; an arrival of each warp of a group.
   // squares: the warps of a group have published their sums of squares of a chunk.
-  // solved: K^ of a solver's chunk has been read; its arrival.
+  // solved: K^ of a chunk has been read; its solver's arrival.
   // full: the record is complete; one arrival, of the solver, or of the CTA that sent it.
   // empty: every computing warp of the cluster has read it; arrivals go to the stage's owner.
+  Barrier::ValueType rows[kShape.groups][kRowTurns];
   Barrier::ValueType images[kShape.stages];
   Barrier::ValueType squares[kShape.groups];
-  Barrier::ValueType solved[kShape.solvers];
+  Barrier::ValueType solved[kGrowingImages];
   Barrier::ValueType full[kShape.stages];
   Barrier::ValueType empty[kShape.stages];
 
@@ -71,11 +75,52 @@ struct FusedSmem {
       Barrier::init(&full[i], is_own ? kArrivalsOfWarp : 1);
       Barrier::init(&empty[i], kArrivalsOfWarp * kShape.cluster * kShape.warps);
     }
-    for (int i = 0; i < kShape.groups; ++i)
+    for (int i = 0; i < kShape.groups; ++i) {
       Barrier::init(&squares[i], kArrivalsOfWarp * kGroupWarps);
-    for (int i = 0; i < kShape.solvers; ++i) Barrier::init(&solved[i], kArrivalsOfWarp);
+      for (int turn = 0; turn < kRowTurns; ++turn) Barrier::init(&rows[i][turn], 1);
+    }
+    for (int i = 0; i < kGrowingImages; ++i) Barrier::init(&solved[i], kArrivalsOfWarp);
     cutlass::arch::fence_barrier_init();
   }
+};
+
+// Where raw rows of the cluster's index-th chunk are waited for.
+template <const FusedShape& kShape>
+class RowsTurn {
+ public:
+  __device__ __forceinline__ explicit RowsTurn(int index)
+      : group_(index / kShape.cluster % kShape.groups),
+        turn_(index / kShape.cluster / kShape.groups) {}
+  __device__ __forceinline__ Barrier::ValueType* barrier(FusedSmem<kShape>& smem) const {
+    return &smem.rows[group_][turn_ % kRowTurns];
+  }
+  __device__ __forceinline__ unsigned parity() const { return turn_ / kRowTurns & 1; }
+
+ private:
+  const int group_, turn_;
+};
+
+// Where K^ of that chunk stands, and when its place is free.
+template <const FusedShape& kShape>
+class GrowingTurn {
+ public:
+  __device__ __forceinline__ explicit GrowingTurn(int index)
+      : place_(index / kShape.cluster % kGrowingImages),
+        turn_(index / kShape.cluster / kGrowingImages) {}
+  __device__ __forceinline__ unsigned char* image(FusedSmem<kShape>& smem) const {
+    return smem.growing[place_].image;
+  }
+  // Until the solver has read what stood there before.
+  __device__ __forceinline__ void wait_until_free(FusedSmem<kShape>& smem) const {
+    if (turn_ > 0) Barrier::wait(&smem.solved[place_], (turn_ - 1) & 1);
+    stay_behind_wait();
+  }
+  __device__ __forceinline__ void release(FusedSmem<kShape>& smem) const {
+    Barrier::arrive(&smem.solved[place_]);
+  }
+
+ private:
+  const int place_, turn_;
 };
 
 template <const FusedShape& kShape>

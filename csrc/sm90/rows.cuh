@@ -1,7 +1,7 @@
-// One warp of a group of four that turns the raw rows of a chunk into its images. Warp w owns
-// channels 32w .. 32w+31 of all tokens; a lane two of them in half of the tokens, so that the
-// running sum of the decay crosses lanes once. The four wait for each other once a chunk, for the
-// norms.
+// One warp of a group of four that turns the raw rows of a chunk, which fetch.cuh brings, into its
+// images. Warp w owns channels 32w .. 32w+31 of all tokens; a lane two of them in half of the
+// tokens, so that the running sum of the decay crosses lanes once. The four wait for each other
+// once a chunk, for the norms.
 //
 // A lane goes through its tokens in the order 0 1 2 3 4 5 6 7 or, in the later half, 4 5 6 7 0 1 2
 // 3: rows r and r + 8 of an image lie in the same banks, rows r and r + 12 do not.
@@ -31,40 +31,28 @@ class RowsWarp {
         pieces_(*this) {}
 
   __device__ __forceinline__ void run() {
-    if (!walk_.find()) return;
-    fetch();
 #pragma unroll 1
-    for (bool more = true; more;) {
+    for (; walk_.find(); walk_.advance()) {
       const int index = walk_.index(), stage = walk_.stage(), length = walk_.tokens().length;
-      const bool is_state = walk_.is_state();
-      if (!is_state && walk_.head() != head_) {
+      if (!walk_.is_state() && walk_.head() != head_) {
         head_ = walk_.head();
         gate_ = Gate<2>(p_, head_, channel());
       }
-      walk_.advance();
-      more = walk_.find();
-      // The rows of the next chunk are fetched while this one is worked on, if there is room.
-      const bool fetches = more && is_free();
-      if (fetches) {
-        fetch();
-        copy_async_wait<1>();
+      const RowsTurn<kShape> rows(index);
+      Barrier::wait(rows.barrier(smem_), rows.parity());
+      stay_behind_wait();
+      const GrowingTurn<kShape> growing(index);
+      if (walk_.is_state()) {
+        growing.wait_until_free(smem_);  // as with a chunk: later turns are told apart by it
       } else {
-        copy_async_wait<0>();
-      }
-      __syncwarp();  // every lane's copies have landed
-      if (is_state) {
-        wait_for_solver(index);  // as with a chunk: the next turn is told from this one by it
-      } else {
-        make_images(smem_.stage[stage].record, index, length);
+        unsigned char* const record = smem_.stage[stage].record;
+        if (length < kChunk) clear_rows(record, length);
+        make_images(record, growing, length);
         // No fence for the async proxy: the solver has one, between these stores and all that reads
         // the images by that proxy.
         __syncwarp();
       }
       if (arrives(lane_)) Barrier::arrive(&smem_.images[stage]);
-      if (more && !fetches) {
-        wait_until_free();
-        fetch();
-      }
     }
   }
 
@@ -109,86 +97,29 @@ class RowsWarp {
 
   __device__ __forceinline__ int channel() const { return 32 * warp_ + 2 * (lane_ & 15); }
 
-  // A stage of round r is free once all have read the chunk of round r - 1.
-  __device__ __forceinline__ bool is_free() const {
-    const int round = walk_.round();
-    return round == 0 || Barrier::test_wait(&smem_.empty[walk_.stage()], (round - 1) & 1, 1);
-  }
-  __device__ __forceinline__ void wait_until_free() const {
-    RecordRing<kShape>::wait_until_free(smem_, walk_.stage(), walk_.round());
-  }
-
-  // Until the solver has read K^ of its chunk before this one. Not until that one's record is full:
-  // where the other group is two chunks ahead, the stage may be full a second time by then.
-  __device__ __forceinline__ void wait_for_solver(int index) const {
-    const int own = index / kShape.cluster, turn = own / kShape.solvers;
-    if (turn > 0) Barrier::wait(&smem_.solved[own % kShape.solvers], (turn - 1) & 1);
-    stay_behind_wait();
-  }
-
-  // Starts the copies of this warp's channels of a chunk to where make_images() finds them. Rows
-  // past the end belong to the next sequence: they become zeros and are not read, NaN or not.
-  __device__ __forceinline__ void fetch() {
-    if (walk_.is_state()) {
-      copy_async_commit();
-      return;
+  // Rows past the end belong to the next sequence: this warp's channels of them become zeros, NaN
+  // or not.
+  __device__ __forceinline__ void clear_rows(unsigned char* record, int length) const {
+    const int byte = 64 * warp_ + 16 * (lane_ & 3);
+#pragma unroll
+    for (int row = lane_ >> 2; row < kChunk; row += 8) {
+      if (row < length) continue;
+      unsigned char* const unit = record + image_offset(row, byte);
+      for (const int image :
+           {ChunkRecord::kKeyDecayed, ChunkRecord::kKeyRemaining, ChunkRecord::kQueryDecayed})
+        *reinterpret_cast<uint4*>(unit + image) = make_uint4(0, 0, 0, 0);
     }
-    const TokenRange tokens = walk_.tokens();
-    if (walk_.pieces() != fetched_piece_) {
-      fetched_piece_ = walk_.pieces();
-      next_key_ = row_address(p_.k, p_.k_stride, tokens);
-      next_gate_ = row_address(p_.g, p_.g_stride, tokens);
-      next_query_ = row_address(p_.q, p_.q_stride, tokens);
-    }
-    // A chain has nothing to do until V of its first chunks is there.
-    if (warp_ == 0 && walk_.chunk() < FusedWarpMemory::kValues - 1) prefetch_values(tokens);
-    unsigned char* const record = smem_.stage[walk_.stage()].record;
-    fetch_rows(record + ChunkRecord::kKeyDecayed, next_key_, p_.k_stride, tokens.length);
-    fetch_rows(record + ChunkRecord::kKeyRemaining, next_gate_, p_.g_stride, tokens.length);
-    fetch_rows(record + ChunkRecord::kQueryDecayed, next_query_, p_.q_stride, tokens.length);
-    copy_async_commit();
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void prefetch_values(const TokenRange& tokens) const {
-    const int row = lane_ >> 1;
-    if (row < tokens.length) {
-      prefetch_line(static_cast<const unsigned char*>(p_.v) + 128 * (lane_ & 1) +
-                    2 * (tokens.batch * p_.v_stride.batch +
-                         (tokens.begin + row) * p_.v_stride.token +
-                         walk_.head() * p_.v_stride.head));
-    }
-  }
-
-  // This lane copies 16 bytes of a row of a chunk and of the row 8 further on.
-  __device__ __forceinline__ int fetched_row() const { return lane_ >> 2; }
-  __device__ __forceinline__ int fetched_byte() const { return 64 * warp_ + 16 * (lane_ & 3); }
-
-  __device__ __forceinline__ const unsigned char* row_address(const void* base,
-                                                              const TokenStrides& stride,
-                                                              const TokenRange& tokens) const {
-    return static_cast<const unsigned char*>(base) + fetched_byte() +
-           2 * (tokens.batch * stride.batch + (tokens.begin + fetched_row()) * stride.token +
-                walk_.head() * stride.head);
-  }
-
-  // Moves `from` on to this group's next chunk, if that is one of the same piece.
-  __device__ __forceinline__ void fetch_rows(unsigned char* image, const unsigned char*& from,
-                                             const TokenStrides& stride, int length) const {
-    const int row = fetched_row(), byte = fetched_byte();
-    copy_async_16(image + image_offset(row, byte), from, row < length);
-    copy_async_16(image + image_offset(row + 8, byte), from + 16 * stride.token, row + 8 < length);
-    from += 2 * kChunk * kShape.cluster * kShape.groups * stride.token;
-  }
-
-  __device__ __forceinline__ void make_images(unsigned char* record, int index, int length) {
+  __device__ __forceinline__ void make_images(unsigned char* record,
+                                              const GrowingTurn<kShape>& growing_turn, int length) {
     float (&squares)[kGroupWarps][2 * kChunk] = smem_.group[group_].squares[parity_][0];
     publish_squares(record, squares);
     const unsigned half_image =
         cute::cast_smem_ptr_to_uint(record) + (warp_ >> 1) * ChunkRecord::kHalfBytes;
-    const unsigned growing_image =
-        cute::cast_smem_ptr_to_uint(
-            smem_.growing[static_cast<unsigned>(index) / kShape.cluster % kShape.solvers].image) +
-        (warp_ >> 1) * ChunkRecord::kHalfImageBytes;
+    const unsigned growing_image = cute::cast_smem_ptr_to_uint(growing_turn.image(smem_)) +
+                                   (warp_ >> 1) * ChunkRecord::kHalfImageBytes;
     __syncwarp();  // all lanes have published
     if (arrives(lane_)) Barrier::arrive(&smem_.squares[group_]);
     float log2_decay[kRows][2], total[2];
@@ -196,7 +127,7 @@ class RowsWarp {
     Barrier::wait(&smem_.squares[group_], parity_);
     stay_behind_wait();
     collect_norms(record, squares);
-    wait_for_solver(index);
+    growing_turn.wait_until_free(smem_);
     parity_ ^= 1;
     float4 k_scales, q_scales;  // of four tokens
     unsigned next_keys[2], next_queries[2];
@@ -359,8 +290,6 @@ class RowsWarp {
   ChunkWalk<kShape.cluster * kShape.groups, kShape.stages> walk_;
   const int group_, warp_, lane_;
   const Pieces pieces_;
-  int fetched_piece_ = 0;  // of which the next rows are, for this lane's fetches:
-  const unsigned char *next_key_, *next_gate_, *next_query_;
   int parity_ = 0;
   int head_ = -1;  // of the gate
   Gate<2> gate_;

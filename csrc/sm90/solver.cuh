@@ -15,13 +15,7 @@ class SolverWarp {
  public:
   __device__ __forceinline__ SolverWarp(const ForwardParams& p, FusedSmem<kShape>& smem, int turn,
                                         int cta, int solver, int lane)
-      : p_(p),
-        smem_(smem),
-        walk_(p, turn, cta + kShape.cluster * solver),
-        growing_(smem.growing[solver].image),
-        solved_(&smem.solved[solver]),
-        cta_(cta),
-        lane_(lane) {}
+      : p_(p), smem_(smem), walk_(p, turn, cta + kShape.cluster * solver), cta_(cta), lane_(lane) {}
 
   __device__ __forceinline__ void run() {
     if (!walk_.find()) return;
@@ -30,11 +24,12 @@ class SolverWarp {
 #pragma unroll 1
     for (bool more = true; more;) {
       const int stage = walk_.stage(), round = walk_.round();
+      const GrowingTurn<kShape> growing(walk_.index());
       const bool is_state = walk_.is_state();
-      // After both waits, as with a chunk: nothing comes to the chain before the group has found
-      // the stage free, or it would wait for a phase that has passed.
+      // After both waits, as with a chunk: nothing comes to the chain before the warp that fetches
+      // has found the stage free, or it would wait for a phase that has passed.
       if (is_state) {
-        wait_for_rows(stage, round);
+        wait_for_images(stage, round);
 #pragma unroll 1
         for (int cta = 0; cta < kShape.cluster; ++cta)
           send_state<kShape>(p_, smem_, stage, walk_.piece(), walk_.state_part(), cta, cta_, lane_);
@@ -45,32 +40,33 @@ class SolverWarp {
       if (more && !walk_.is_state())
         raw_beta = load_raw_beta(p_, walk_.tokens(), walk_.head(), lane_);
       if (is_state) {
-        end_turn();
+        release(growing);
       } else {
-        wait_for_rows(stage, round);
-        solve(smem_.stage[stage].record, b);
+        wait_for_images(stage, round);
+        solve(smem_.stage[stage].record, b, growing);
         hand_over(stage);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void wait_for_rows(int stage, int round) const {
+  __device__ __forceinline__ void wait_for_images(int stage, int round) const {
     RecordRing<kShape>::wait_until_free(smem_, stage, round);
     Barrier::wait(&smem_.images[stage], round & 1);
     stay_behind_wait();
   }
-  // Lets the group go on that makes the next chunk of this solver.
-  __device__ __forceinline__ void end_turn() const {
+  // Lets the group go on that comes next to the place of K^.
+  __device__ __forceinline__ void release(const GrowingTurn<kShape>& growing) const {
     __syncwarp();
-    if (arrives(lane_)) Barrier::arrive(solved_);
+    if (arrives(lane_)) growing.release(smem_);
   }
 
-  __device__ __forceinline__ void solve(unsigned char* record, float b) const {
+  __device__ __forceinline__ void solve(unsigned char* record, float b,
+                                        const GrowingTurn<kShape>& growing) const {
     const Products products =
-        multiply<ChunkRecord>(record, growing_, ChunkRecord::kHalfImageBytes, lane_);
+        multiply<ChunkRecord>(record, growing.image(smem_), ChunkRecord::kHalfImageBytes, lane_);
     store_lower(lower_of(record), products, b, lane_);
-    end_turn();  // L is complete, and K^ has been read
+    release(growing);  // L is complete, and K^ has been read
     store_beta<ChunkRecord>(record, b, 0, lane_);
     solve_and_store(record, products, lane_);
   }
@@ -79,16 +75,16 @@ class SolverWarp {
     fence_async_shared();  // wgmma reads it, and a bulk copy
     __syncwarp();
     if (arrives(lane_)) Barrier::arrive(&smem_.full[stage]);
-    if (lane_ < kShape.cluster && lane_ != cta_) {
-      bulk_send(lane_, smem_.stage[stage].record, ChunkRecord::kBytes, &smem_.full[stage]);
+#pragma unroll
+    for (int away = 1; away < kShape.cluster; ++away) {
+      bulk_send((cta_ + away) % kShape.cluster, smem_.stage[stage].record, ChunkRecord::kBytes,
+                &smem_.full[stage]);
     }
   }
 
   const ForwardParams& p_;
   FusedSmem<kShape>& smem_;
   ChunkWalk<kShape.cluster * kShape.solvers, kShape.stages> walk_;
-  const unsigned char* const growing_;
-  Barrier::ValueType* const solved_;
   const int cta_, lane_;
 };
 

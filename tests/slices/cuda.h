@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 enum CUresult { CUDA_SUCCESS };
 enum CUdevice_attribute {};
@@ -15,6 +16,17 @@ using CUlibrary = struct Library*;
 using CUkernel = struct Kernel*;
 using CUfunction = struct Function*;
 using CUstream = struct Stream*;
+
+using cuuint32_t = uint32_t;
+using cuuint64_t = uint64_t;
+enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9 };
+enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
+enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B = 3 };
+enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE };
+enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+struct alignas(64) CUtensorMap {
+  unsigned char opaque[128];
+};
 
 enum CUlaunchAttributeID { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION };
 struct CUlaunchAttribute {

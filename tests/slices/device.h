@@ -27,7 +27,8 @@ namespace device {
   std::exit(3);
 }
 
-// From kAwait on by one lane of a warp, kSend by some, the others by all of them alike.
+// From kAwait on by one lane of a warp, kAwait perhaps by all of them, from kSend on by some, the
+// others by all of them alike.
 enum Event : int64_t {
   kJob,
   kLoad,
@@ -40,12 +41,16 @@ enum Event : int64_t {
   kPart,
   kRead,
   kFetch,
+  kExpect,
+  kTile,
+  kGrowing,
   kWait,
   kAwait,
   kCopy,
   kLeave,
   kRaise,
-  kSend
+  kSend,
+  kPrefetch
 };
 enum Meeting { kShuffle, kBallot, kSyncWarp, kSyncThreads };
 
@@ -165,6 +170,12 @@ struct Expected {
   unsigned bytes;
 };
 inline Expected expected;
+
+// What a map holds here: the tensor's address and the bytes of a tile.
+struct Tiles {
+  uint64_t base;
+  unsigned bytes;
+};
 
 inline int64_t address(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
 

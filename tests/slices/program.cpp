@@ -86,13 +86,27 @@ struct Launch {
   Kernel kernel;
   unsigned ctas, threads;
   ForwardParams params;
+  RowMaps maps;  // of kFusedKernel
 };
 std::vector<Launch> launches;
 
 CUresult record_launch(const CUlaunchConfig* config, CUfunction function, void** arguments,
                        void**) {
   launches.push_back({static_cast<Kernel>(reinterpret_cast<uintptr_t>(function)), config->gridDimX,
-                      config->blockDimX, *static_cast<const ForwardParams*>(arguments[0])});
+                      config->blockDimX, *static_cast<const ForwardParams*>(arguments[0]),
+                      RowMaps{}});
+  Launch& launch = launches.back();
+  if (launch.kernel == kFusedKernel) launch.maps = *static_cast<const RowMaps*>(arguments[1]);
+  return CUDA_SUCCESS;
+}
+
+CUresult encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* base,
+                    const cuuint64_t*, const cuuint64_t*, const cuuint32_t* tile, const cuuint32_t*,
+                    CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                    CUtensorMapFloatOOBfill) {
+  device::Tiles tiles{static_cast<uint64_t>(device::address(base)), 2};
+  for (cuuint32_t i = 0; i < rank; ++i) tiles.bytes *= tile[i];
+  std::memcpy(map, &tiles, sizeof tiles);
   return CUDA_SUCCESS;
 }
 
@@ -108,7 +122,7 @@ void cut_otherwise(const Request& request) {
     params.job_segments = segments;
     params.jobs = static_cast<long long>(chains) * segments;
     launches.push_back(
-        {kernel, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), params});
+        {kernel, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), params, RowMaps{}});
   };
   const int before = request.segments - 1, all = chains * request.segments;
   const int affine_ctas = chains * before * kCarried * kAffine.slices();
@@ -119,8 +133,9 @@ void cut_otherwise(const Request& request) {
 
 void print_events(const device::Threads::Events& events) {
   static constexpr const char* kEvents[] = {
-      "job",  "load",  "identity", "run",   "store", "between", "finish", "chunk", "part",
-      "read", "fetch", "wait",     "await", "copy",  "leave",   "raise",  "send"};
+      "job",   "load",  "identity", "run",   "store",  "between", "finish",
+      "chunk", "part",  "read",     "fetch", "expect", "tile",    "growing",
+      "wait",  "await", "copy",     "leave", "raise",  "send",    "prefetch"};
   const char* separator = "";
   for (const std::vector<int64_t>& event : events) {
     std::printf("%s[\"%s\"", separator, kEvents[event[0]]);
@@ -136,15 +151,15 @@ device::Threads::Events without_sent(const device::Threads::Events& events,
                                      device::Threads::Events& sent) {
   device::Threads::Events others;
   for (const std::vector<int64_t>& event : events)
-    (event[0] == device::kSend ? sent : others).push_back(event);
+    (event[0] >= device::kSend ? sent : others).push_back(event);
   return others;
 }
 
-// What a lane does, less what is one lane's alone.
-device::Threads::Events in_common(const device::Threads::Events& events) {
+// What a lane does, less what is one lane's alone: from that kind of event on.
+device::Threads::Events in_common(const device::Threads::Events& events, int64_t end) {
   device::Threads::Events common;
   for (const std::vector<int64_t>& event : events) {
-    if (event[0] < device::kAwait) common.push_back(event);
+    if (event[0] < end) common.push_back(event);
   }
   return common;
 }
@@ -167,10 +182,11 @@ void print_warps(const Launch& launch, int warps, Body body) {
       device::threads.run(32, 32 * warp, body);
       device::Threads::Events sent;
       const device::Threads::Events events = without_sent(device::threads.events(0), sent);
-      const device::Threads::Events common = in_common(events);
+      const device::Threads::Events common = in_common(events, device::kAwait);
+      const device::Threads::Events with_waits = in_common(events, device::kAwait + 1);
       for (int lane = 1; lane < 32; ++lane) {
-        if (without_sent(device::threads.events(lane), sent) != common)
-          device::fail("the lanes of a warp do not agree");
+        const device::Threads::Events own = without_sent(device::threads.events(lane), sent);
+        if (own != common && own != with_waits) device::fail("the lanes of a warp do not agree");
       }
       std::printf("%s{\"cta\":%u,\"warp\":%d,\"events\":[", separator, blockIdx.x, warp);
       print_events(events);
@@ -268,12 +284,17 @@ void print_launch(const Launch& launch, bool all, int64_t pairs) {
   } else if (launch.kernel == kWalkKernel) {
     print_ring_warps<kWalk>(launch, all, [&] { sm90::walk<kWalk>(p, walk_smem<kWalk>); });
   } else if (launch.kernel == kFusedKernel) {
-    print_warps(launch, all ? warps : kFused.warps, [&] { sm90::fused<kFused>(p, fused_smem); });
+    print_warps(launch, all ? warps : kFused.warps,
+                [&] { sm90::fused<kFused>(p, launch.maps, fused_smem); });
     print_integers("turns", p.next_turn, p.shares == nullptr ? 0 : 1);
     std::printf(
-        "],\"smem\":[%lld,%zu,%lld,%zu", static_cast<long long>(device::address(fused_smem.stage)),
-        sizeof fused_smem.stage[0], static_cast<long long>(device::address(fused_smem.full)),
-        sizeof fused_smem.full[0]);
+        "],\"smem\":[%lld,%zu,%lld,%lld,%lld,%zu,%lld,%zu,%lld",
+        static_cast<long long>(device::address(fused_smem.stage)), sizeof fused_smem.stage[0],
+        static_cast<long long>(device::address(fused_smem.full)),
+        static_cast<long long>(device::address(fused_smem.empty)),
+        static_cast<long long>(device::address(fused_smem.rows)), sizeof fused_smem.full[0],
+        static_cast<long long>(device::address(fused_smem.growing)), sizeof fused_smem.growing[0],
+        static_cast<long long>(device::address(fused_smem.solved)));
   }
   std::printf("]}");
 }
@@ -362,6 +383,7 @@ const Driver& driver() {
   static const Driver recorder = [] {
     Driver driver{};
     driver.LaunchKernelEx = record_launch;
+    driver.TensorMapEncodeTiled = encode_map;
     return driver;
   }();
   return recorder;

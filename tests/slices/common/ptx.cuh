@@ -1,6 +1,10 @@
 // Stands in for instructions: records what is copied, and who waits for a flag or raises one.
 #pragma once
 
+#include <cstring>
+
+#include "params.h"
+
 namespace flash_kda {
 
 constexpr unsigned kWarpMask = 0xffffffffu;
@@ -28,6 +32,25 @@ inline void bulk_load_to(unsigned cta, void* shared, const void* global, unsigne
   device::expected.bytes -= bytes;
   device::threads.record({device::kSend, cta, device::address(shared), device::address(global),
                           bytes, device::address(barrier)});
+}
+// By all lanes, of which one does it.
+inline void arrive_expecting(unsigned barrier, unsigned bytes) {
+  if (device::expected.bytes != 0) device::fail("a barrier that expects more than comes");
+  device::expected = {reinterpret_cast<const void*>(uintptr_t{barrier}), bytes};
+  device::threads.record({device::kExpect, barrier, bytes});
+}
+inline void tile_load(unsigned shared, const TensorMap* map, int channel, int head, int token,
+                      int batch, unsigned barrier) {
+  device::Tiles tiles;
+  std::memcpy(&tiles, map, sizeof tiles);
+  if (device::address(device::expected.barrier) != barrier || device::expected.bytes < tiles.bytes)
+    device::fail("a copy that its barrier does not expect");
+  device::expected.bytes -= tiles.bytes;
+  device::threads.record({device::kTile, shared, static_cast<int64_t>(tiles.base), channel, head,
+                          token, batch, barrier});
+}
+inline void prefetch_line(const void* global) {
+  device::threads.record({device::kPrefetch, device::address(global)});
 }
 inline void bulk_store(void* global, const void* shared, unsigned bytes) {
   device::threads.record({device::kLeave, device::address(global), device::address(shared), bytes});

@@ -14,7 +14,11 @@ class SolverWarp {
       : p_(p), smem_(smem), walk_(p, turn, cta + kShape.cluster * solver), cta_(cta), lane_(lane) {}
 
   void run() {
-    record_walk(p_, walk_, [&] {
+    const auto begin = [&] {
+      const GrowingTurn<kShape> growing(walk_.index());
+      record_growing(growing.image(smem_));
+    };
+    record_walk(p_, walk_, begin, [&] {
       for (int cta = 0; cta < kShape.cluster; ++cta) {
         send_state<kShape>(p_, smem_, walk_.stage(), walk_.piece(), walk_.state_part(), cta, cta_,
                            lane_);
