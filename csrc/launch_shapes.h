@@ -101,6 +101,8 @@ constexpr int kRowsOfWarp = 16;
 constexpr int kStateStages = 3;  // of the ring, that a state takes on its way to a chain
 constexpr FusedShape kFused{2, 4, 3, 2, 14, 216, 88, 104};
 static_assert(kFused.registers_suffice(), "or a warpgroup waits for its registers forever");
+static_assert(kFused.warps % 4 == 0 && (kFused.solvers + 1) % 4 == 0,
+              "all warps of a warpgroup ask for the same registers");
 
 constexpr int kCombineRows = 16;  // of V, a CTA
 constexpr int kCombineThreads = 4 * kHeadDim;

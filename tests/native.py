@@ -194,9 +194,14 @@ int cuFuncSetAttribute(void*, int, int) { return result("cuFuncSetAttribute"); }
 #ifdef PARAMETERS
 int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
   const bool has_maps = !std::strcmp(static_cast<const char*>(function), "flash_kda_fused");
-  if (index > has_maps) return 1;
-  *offset = index == 0 ? 0 : PARAMETERS;
-  *size = index == 0 ? PARAMETERS : MAPS;
+#ifndef MORE  // parameters behind those that a kernel should take
+#define MORE 0
+#endif
+  const size_t sizes[] = {PARAMETERS, MAPS};
+  const size_t bytes = index <= has_maps ? sizes[index] : index == size_t{1} + has_maps ? MORE : 0;
+  if (bytes == 0) return 1;
+  *offset = 8 * index;
+  *size = bytes;
   return result("cuFuncGetParamInfo");
 }
 #endif

@@ -504,7 +504,13 @@ def test_a_cubin_of_another_revision(tmp_path: Path) -> None:
     size = refuses("flash_kda_schedule", 8, 8, MAPS_BYTES)
     for other in (0, 128, MAPS_BYTES + 8):
         assert refuses("flash_kda_fused", other, size, other) == MAPS_BYTES
-    failing = FailingDriver(tmp_path, f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}")
+    options = (f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}")
+    refused(
+        FailingDriver(tmp_path, *options, "-DMORE=8"),
+        ValueError,
+        "the cubin is of another revision: flash_kda_schedule takes 8 bytes of parameters more",
+    )
+    failing = FailingDriver(tmp_path, *options)
     launch(failing, failing.launcher.open_module(IMAGE, 0), "fused", rows=fresh_rows())
     assert failing.launches() == ["fused"]
 

@@ -128,7 +128,8 @@ __device__ __forceinline__ void arrive_if(cute::uint64_t* barrier, bool arrives)
 // it.
 __device__ __forceinline__ void stay_behind_wait() { asm volatile("" ::: "memory"); }
 
-// Orders this thread's generic-proxy shared-memory writes before later async-proxy reads of them.
+// Orders accesses to shared memory by the generic proxy that this thread has made or seen before
+// later ones by the async proxy.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -32,6 +32,15 @@ int32_t device_attribute(CUdevice device, CUdevice_attribute attribute) {
   return value;
 }
 
+// Of a kernel's index-th parameter; 0: it takes fewer.
+size_t parameter_bytes(CUfunction function, size_t index) {
+  size_t offset = 0, size = 0;
+  const CUresult found = driver().FuncGetParamInfo(function, index, &offset, &size);
+  if (found == CUDA_ERROR_INVALID_VALUE) return 0;
+  check(found, "cuFuncGetParamInfo");
+  return size;
+}
+
 // `parameters`: the sizes of the structs that the kernel takes.
 CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes,
                        std::initializer_list<size_t> parameters = {sizeof(ForwardParams)}) {
@@ -45,13 +54,16 @@ CUfunction find_kernel(CUlibrary library, const char* name, int smem_bytes,
   if (driver().FuncGetParamInfo != nullptr) {
     size_t index = 0;
     for (const size_t expected : parameters) {
-      size_t offset = 0, size = 0;
-      check(driver().FuncGetParamInfo(function, index++, &offset, &size), "cuFuncGetParamInfo");
+      const size_t size = parameter_bytes(function, index++);
       if (size != expected) {
         fail(FLASH_KDA_INVALID_ARGUMENT,
              "the cubin is of another revision: %s takes %zu bytes of parameters, not %zu", name,
              size, expected);
       }
+    }
+    if (const size_t size = parameter_bytes(function, index)) {
+      fail(FLASH_KDA_INVALID_ARGUMENT,
+           "the cubin is of another revision: %s takes %zu bytes of parameters more", name, size);
     }
   }
   if (smem_bytes > 0) {

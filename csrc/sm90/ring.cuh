@@ -35,13 +35,13 @@ struct FusedSmem {
   // (docs/design.md). The former: of `empty` it follows from this warp's own chunk before, whose
   // stage was free, so that what stood there a round earlier had been read, and with it, if there
   // are enough stages, what stood two rounds earlier in this one. Of `images` it follows from
-  // `empty`, which is waited for first. Of `rows` it is the group's own chunk before in the same
-  // turn; that no later one is fetched before all four warps have these follows from the ring, in
-  // which kRowTurns chunks of each group do not fit. Of `solved` it follows from `rows`, whose
-  // stage was free, if the stages take no longer round than K^ takes for two.
+  // `empty`, which is waited for first. Of `rows` and `solved` each warp has waited for the phase
+  // before itself: a place of either belongs to one group. That no later rows are fetched before
+  // all four warps have these follows from the ring, in which kRowTurns chunks of each group do not
+  // fit.
   static constexpr int kOwnStages = kShape.stages / kShape.cluster;
-  static_assert(kOwnStages >= kShape.groups && kOwnStages >= kShape.solvers &&
-                    kRowTurns * kShape.groups >= kOwnStages && 2 * kGrowingImages >= kOwnStages,
+  static_assert(kOwnStages >= kShape.solvers && kRowTurns * kShape.groups >= kOwnStages &&
+                    kGrowingImages % kShape.groups == 0,
                 "parities are unambiguous");
   struct alignas(1024) Stage {  // wgmma's swizzle counts from multiples of 1024
     unsigned char record[ChunkRecord::kBytes];

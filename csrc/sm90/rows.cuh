@@ -49,7 +49,7 @@ class RowsWarp {
         if (length < kChunk) clear_rows(record, length);
         make_images(record, growing, length);
         // No fence for the async proxy: the solver has one, between these stores and all that reads
-        // the images by that proxy.
+        // the images by that proxy or, a round later, overwrites them.
         __syncwarp();
       }
       if (arrives(lane_)) Barrier::arrive(&smem_.images[stage]);

@@ -72,7 +72,7 @@ class SolverWarp {
   }
 
   __device__ __forceinline__ void hand_over(int stage) const {
-    fence_async_shared();  // wgmma reads it, and a bulk copy
+    fence_async_shared();  // wgmma reads it, and a bulk copy; the next rows overwrite it
     __syncwarp();
     if (arrives(lane_)) Barrier::arrive(&smem_.full[stage]);
 #pragma unroll

@@ -134,7 +134,7 @@ class ChunkWalk {
     tokens.length = min(kChunk, tokens.length - skipped);
     return tokens;
   }
-  __device__ __forceinline__ int index() const { return index_; }         // in the cluster's work
+  __device__ __forceinline__ int index() const { return index_; }  // in the cluster's work
   __device__ __forceinline__ const Piece& piece() const { return piece_; }
   __device__ __forceinline__ int head() const { return piece_.head; }
   __device__ __forceinline__ int stage() const { return stage_; }
