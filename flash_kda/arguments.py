@@ -196,9 +196,16 @@ def check(
     if pointers is None:
         _refuse_without_memory(tensors, layout)
         pointers = tuple(0 if x is None else x.data_ptr() for x in tensors)
-    # What follows from metadata and addresses together is remembered like the layout.
-    if pointers not in layout.proven:
+    # What follows from metadata and addresses together is remembered like the layout. Where a
+    # storage ends does not: one made smaller may lie at a proven address. On a GPU that is looked
+    # at again for what is written; for all tensors it would take a tenth of the call's time.
+    proven = pointers in layout.proven
+    if not proven:
         _check_addresses(tensors, pointers, layout)
+    _check_ends(
+        tensors, pointers, layout, layout.written if proven and layout.on_cuda else layout.present
+    )
+    if not proven:
         if len(layout.proven) >= _PROVEN_LIMIT:
             layout.proven.clear()
         layout.proven.add(pointers)
@@ -303,6 +310,8 @@ def _number(name: str, value: Any) -> float:
         if value.device.type != "cpu":
             got = f"a tensor on {value.device}"
             raise TypeError(refuse(name, got, f"{needs}; reading it would wait for the device"))
+        if value.is_nested:  # has no sizes to show
+            raise TypeError(refuse(name, "a nested tensor", needs))
         if value.dim() or value.dtype == torch.bool or value.is_complex() or value.is_quantized:
             got = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
             raise TypeError(refuse(name, got, f"{needs} or a 0-dimensional real CPU tensor"))
@@ -384,18 +393,6 @@ def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout
     for position in layout.present:
         if pointers[position] < _LOW_ADDRESS:
             _refuse_without_memory(tensors, layout)
-        tensor = tensors[position]
-        assert tensor is not None
-        storage = tensor.untyped_storage()
-        end = pointers[position] + layout.extents[position] - storage.data_ptr()
-        if end > storage.nbytes():  # made smaller behind the view's back
-            raise ValueError(
-                refuse(
-                    NAMES[position],
-                    f"a storage of {storage.nbytes()} bytes",
-                    f"at least {end}, where the last element ends",
-                )
-            )
     bits = pointers[Q] | pointers[K] | pointers[V] | pointers[G] | pointers[OUT]
     if bits % _VECTOR_BYTES or pointers[WORKSPACE] % _WORKSPACE_ALIGNMENT:
         _refuse_misaligned(pointers)
@@ -403,6 +400,25 @@ def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout
         distance = pointers[other] - pointers[written]
         if -other_bytes < distance < written_bytes:
             _check_overlap(written, other, distance, layout)
+
+
+def _check_ends(
+    tensors: Tensors, pointers: tuple[int, ...], layout: Layout, positions: Iterable[int]
+) -> None:
+    """Refuse a tensor whose storage was made smaller behind its back."""
+    for position in positions:
+        tensor = tensors[position]
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        end = pointers[position] + layout.extents[position] - storage.data_ptr()
+        if end > storage.nbytes():
+            raise ValueError(
+                refuse(
+                    NAMES[position],
+                    f"a storage of {storage.nbytes()} bytes",
+                    f"at least {end}, where the last element ends",
+                )
+            )
 
 
 def _refuse_misaligned(pointers: tuple[int, ...]) -> None:

@@ -91,6 +91,7 @@ class Layout:
         "varlen",
         "workspace",
         "writes_nothing",
+        "written",
     )
 
     device: torch.device
@@ -124,6 +125,8 @@ class Layout:
     """Whether A_log and dt_bias have gaps and must be copied for the kernels."""
     workspace: tuple[int | None, int]
     """A path, forced or automatic, and the bytes its kernels need; of the last call."""
+    written: tuple[int, ...]
+    """Of ``present`` those that a call writes."""
     writes_nothing: bool
     """Whether neither out nor final_state has elements that a call writes."""
     proven: set[tuple[int, ...]]
@@ -212,11 +215,12 @@ def build(tensors: Tensors) -> Layout:
     layout.geometries = tuple(None if x is None else _geometry(x) for x in tensors)
     layout.extents = tuple(0 if x is None else overlap.extent_bytes(x) for x in layout.geometries)
     layout.present = tuple(at for at, extent in enumerate(layout.extents) if extent)
+    layout.written = tuple(at for at in WRITTEN if at in layout.present)
     layout.pairs = tuple(
         (written, other, layout.extents[written], layout.extents[other])
-        for written in WRITTEN
+        for written in layout.written
         for other in layout.present
-        if written in layout.present and other != written
+        if other != written
     )
     layout.writes_nothing = not layout.sequences or not (layout.t_total or layout.extents[FINAL])
     layout.proven = set()

@@ -652,6 +652,31 @@ def test_storages_that_end_before_their_views(name: str) -> None:
     assert (call["out"] == 7.0).all()
 
 
+class Everything(set[tuple[int, ...]]):
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["q", "out", "beta", "dt_bias", "initial_state", "final_state"])
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_storages_that_are_made_smaller_at_a_proven_address(
+    name: str, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator hands addresses out again. On a GPU only what is written is looked at then."""
+    call = make()
+    layout = arguments.check(**call)[0]
+    monkeypatch.setattr(layout, "on_cuda", on_cuda)
+    monkeypatch.setattr(layout, "proven", Everything())
+    storage = call[name].untyped_storage()
+    needed = storage.nbytes()
+    storage.resize_(needed - 1)
+    if on_cuda and name not in ("out", "final_state"):
+        assert arguments.check(**call)[0] is layout
+        return
+    with pytest.raises(ValueError, match=f"{name}: got a storage of {needed - 1} bytes"):
+        arguments.check(**call)
+
+
 # --- scalars ------------------------------------------------------------------------------------
 
 
@@ -661,6 +686,14 @@ def test_storages_that_end_before_their_views(name: str) -> None:
 )
 def test_not_a_number(name: str, value: Any) -> None:
     refused({**make(), name: value}, TypeError, f"fwd: {name}: got", "needs a real number (float)")
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+def test_nested_numbers(name: str) -> None:
+    for kind in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.tensor([1.0])], layout=kind)
+        refused({**make(), name: nested}, TypeError, f"{name}: got a nested tensor; needs a real")
 
 
 def test_numbers_on_other_devices() -> None:
