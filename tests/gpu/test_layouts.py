@@ -74,6 +74,7 @@ def test_shared_rows(rng: cases.Random) -> None:
     case.g = case.g[:, :, :1].expand_as(case.g)
     case.k = case.k[:1].expand_as(case.k)
     case.beta = case.beta[:, :1].expand_as(case.beta)
+    case.q = case.q[:, :1].expand_as(case.q)
     case.v = case.q
     assert_accurate(case, *forward(case))
 
