@@ -116,7 +116,7 @@ std::atomic<int> encoded{0};
 RowMaps maps;  // of the last launch of flash_kda_fused
 std::vector<std::pair<uint64_t, const char*>> launches;
 std::string failing;  // the function that fails, or a kernel
-std::atomic<int> code{0}, countdown{0}, every{0}, loaded{0}, attempts{0};
+std::atomic<int> code{0}, countdown{0}, every{0}, loaded{0}, retained{0}, attempts{0};
 thread_local std::vector<void*> contexts;
 thread_local int capture_mode = 7;
 int result(const char* function) {
@@ -144,6 +144,7 @@ const char* stand_in_kernel(int n) { return launches[n].second; }
 uint64_t stand_in_stream(int n) { return launches[n].first; }
 int stand_in_contexts() { return static_cast<int>(contexts.size()); }
 int stand_in_loaded() { return loaded; }
+int stand_in_retained() { return retained; }
 int stand_in_capture_mode() { return capture_mode; }
 
 int cuInit(unsigned) { return result("cuInit"); }
@@ -154,8 +155,11 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 int cuDevicePrimaryCtxRetain(void** context, int) {
   *context = &launches;
-  return result("cuDevicePrimaryCtxRetain");
+  const int status = result("cuDevicePrimaryCtxRetain");
+  retained += status == 0;
+  return status;
 }
+int cuDevicePrimaryCtxRelease_v2(int) { --retained; return 0; }
 int cuCtxGetCurrent(void** context) {
   *context = contexts.empty() ? nullptr : contexts.back();
   return result("cuCtxGetCurrent");

@@ -87,6 +87,10 @@ class FailingDriver:
         given = ctypes.string_at(self.driver.stand_in_maps(), MAPS_BYTES)
         return dict(zip(MAPPED, MAP.iter_unpack(given), strict=True))
 
+    def held(self) -> tuple[int, int]:
+        """How many libraries are loaded and how many contexts retained."""
+        return self.driver.stand_in_loaded(), self.driver.stand_in_retained()
+
     def settled(self) -> bool:
         """Whether this thread has the context and the capture mode that it had before."""
         return not self.driver.stand_in_contexts() and self.driver.stand_in_capture_mode() == 7
@@ -442,12 +446,12 @@ def test_fwd_raises_at_the_call(
 
 def refused(failing: FailingDriver, kind: type[Exception], text: str) -> None:
     """A module is refused in these words, nothing is left behind, and the next one opens."""
-    loaded = failing.driver.stand_in_loaded()
+    held = failing.held()
     with pytest.raises(kind) as info:
         failing.launcher.open_module(IMAGE, 0)
     assert type(info.value) is kind
     assert text in str(info.value)
-    assert failing.driver.stand_in_loaded() == loaded
+    assert failing.held() == held
     assert failing.settled()
     module = failing.launcher.open_module(IMAGE, 0)
     launch(failing, module, "segments")
@@ -498,7 +502,7 @@ def test_a_cubin_of_another_revision(tmp_path: Path) -> None:
                 failing.launcher.open_module(IMAGE, 0)
             text = rf"{kernel} takes {found} bytes of parameters, not (\d+)"
             (expected,) = re.findall(text, str(info.value))
-            assert failing.driver.stand_in_loaded() == 0 and failing.settled()
+            assert failing.held() == (0, 0) and failing.settled()
         return int(expected)
 
     size = refuses("flash_kda_schedule", 8, 8, MAPS_BYTES)
@@ -510,7 +514,7 @@ def test_a_cubin_of_another_revision(tmp_path: Path) -> None:
         ValueError, match="revision: flash_kda_schedule takes 8 bytes of parameters"
     ):
         failing.launcher.open_module(IMAGE, 0)
-    assert failing.driver.stand_in_loaded() == 0 and failing.settled()
+    assert failing.held() == (0, 0) and failing.settled()
     failing = FailingDriver(tmp_path, *options)
     launch(failing, failing.launcher.open_module(IMAGE, 0), "fused", rows=fresh_rows())
     assert failing.launches() == ["fused"]

@@ -26,6 +26,7 @@ Driver open_driver() {
   resolve(library, "cuDeviceGet", d.DeviceGet);
   resolve(library, "cuDeviceGetAttribute", d.DeviceGetAttribute);
   resolve(library, "cuDevicePrimaryCtxRetain", d.DevicePrimaryCtxRetain);
+  resolve(library, "cuDevicePrimaryCtxRelease_v2", d.DevicePrimaryCtxRelease);
   resolve(library, "cuCtxGetCurrent", d.CtxGetCurrent);
   resolve(library, "cuCtxPushCurrent_v2", d.CtxPushCurrent);
   resolve(library, "cuCtxPopCurrent_v2", d.CtxPopCurrent);

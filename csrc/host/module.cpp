@@ -26,6 +26,27 @@ class RelaxedCapture {
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
+// A device's primary context, given back unless a module keeps it.
+class RetainedContext {
+ public:
+  explicit RetainedContext(CUdevice device) : device_(device) {
+    check(driver().DevicePrimaryCtxRetain(&context_, device), "cuDevicePrimaryCtxRetain");
+  }
+  ~RetainedContext() {
+    if (!kept_) driver().DevicePrimaryCtxRelease(device_);
+  }
+  RetainedContext(const RetainedContext&) = delete;
+  RetainedContext& operator=(const RetainedContext&) = delete;
+
+  CUcontext get() const { return context_; }
+  void keep() { kept_ = true; }
+
+ private:
+  const CUdevice device_;
+  CUcontext context_ = nullptr;
+  bool kept_ = false;
+};
+
 int32_t device_attribute(CUdevice device, CUdevice_attribute attribute) {
   int value = 0;
   check(driver().DeviceGetAttribute(&value, attribute, device), "cuDeviceGetAttribute");
@@ -86,7 +107,8 @@ Module* open_module(const void* image, int32_t device) {
                  device_attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)};
   module->exclusive_smem =
       device_attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR) / 2;
-  check(d.DevicePrimaryCtxRetain(&module->context, handle), "cuDevicePrimaryCtxRetain");
+  RetainedContext context(handle);
+  module->context = context.get();
   const RelaxedCapture relaxed;
   const CurrentContext current(module->context);
   CUlibrary library;
@@ -115,6 +137,7 @@ Module* open_module(const void* image, int32_t device) {
     d.LibraryUnload(library);
     throw;
   }
+  context.keep();
   return module.release();
 }
 
