@@ -79,11 +79,12 @@ struct FusedShape {
   // The warp that fetches is in the solvers'.
   int chain_registers, solver_registers, rows_registers;
 
-  constexpr int threads() const { return 32 * (warps + solvers + 1 + kGroupWarps * groups); }
+  constexpr int helper_warps() const { return solvers + 1; }  // and the one that fetches
+  constexpr int threads() const { return 32 * (warps + helper_warps() + kGroupWarps * groups); }
   constexpr int slice_rows() const { return kHeadDim / cluster; }  // of V
   constexpr bool registers_suffice() const {
     const int begun_with = 65536 / threads() / 8 * 8 * threads();
-    return 32 * (warps * chain_registers + (solvers + 1) * solver_registers +
+    return 32 * (warps * chain_registers + helper_warps() * solver_registers +
                  kGroupWarps * groups * rows_registers) <=
            begun_with;
   }
@@ -101,7 +102,7 @@ constexpr int kRowsOfWarp = 16;
 constexpr int kStateStages = 3;  // of the ring, that a state takes on its way to a chain
 constexpr FusedShape kFused{2, 4, 3, 2, 14, 216, 88, 104};
 static_assert(kFused.registers_suffice(), "or a warpgroup waits for its registers forever");
-static_assert(kFused.warps % 4 == 0 && (kFused.solvers + 1) % 4 == 0,
+static_assert(kFused.warps % 4 == 0 && kFused.helper_warps() % 4 == 0,
               "all warps of a warpgroup ask for the same registers");
 
 constexpr int kCombineRows = 16;  // of V, a CTA

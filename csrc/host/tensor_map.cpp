@@ -4,7 +4,6 @@
 #include <array>
 #include <cstring>
 #include <iterator>
-#include <string>
 
 #include "host/driver.h"
 
@@ -35,7 +34,7 @@ struct Tensor {
   }
 };
 
-TensorMap encode(const char* name, const Tensor& tensor) {
+TensorMap encode(const char* call, const Tensor& tensor) {
   const cuuint32_t tile[] = {kChannelsOfTile, 1, kChunk, 1}, every[] = {1, 1, 1, 1};
   CUtensorMap encoded;  // in some versions of the header aligned to more than a kernel needs
   check(driver().TensorMapEncodeTiled(&encoded, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
@@ -43,7 +42,7 @@ TensorMap encode(const char* name, const Tensor& tensor) {
                                       tensor.strides, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-        (std::string("cuTensorMapEncodeTiled for ") + name).c_str());
+        call);
   TensorMap map;
   static_assert(sizeof map == sizeof encoded);
   std::memcpy(&map, &encoded, sizeof map);
@@ -52,7 +51,8 @@ TensorMap encode(const char* name, const Tensor& tensor) {
 
 // Tensors come again: a model's layers are given the same memory, call after call. A map holds
 // nothing but what it was made of, so it stays right for whatever lies there.
-const TensorMap& map_of(const char* name, const Tensor& tensor) {
+// `call`: how an error names it.
+const TensorMap& map_of(const char* call, const Tensor& tensor) {
   struct Entry {
     Tensor tensor;  // with no base: free
     TensorMap map;
@@ -62,7 +62,7 @@ const TensorMap& map_of(const char* name, const Tensor& tensor) {
   for (const Entry& entry : entries) {
     if (entry.tensor == tensor) return entry.map;
   }
-  const TensorMap map = encode(name, tensor);
+  const TensorMap map = encode(call, tensor);
   Entry& entry = entries[next++ % entries.size()];
   entry = {tensor, map};
   return entry.map;
@@ -71,8 +71,9 @@ const TensorMap& map_of(const char* name, const Tensor& tensor) {
 }  // namespace
 
 RowMaps row_maps(const flash_kda_forward_args& a) {
-  return {map_of("q", Tensor(a.q, a.q_stride, a)), map_of("k", Tensor(a.k, a.k_stride, a)),
-          map_of("g", Tensor(a.g, a.g_stride, a))};
+  return {map_of("cuTensorMapEncodeTiled for q", Tensor(a.q, a.q_stride, a)),
+          map_of("cuTensorMapEncodeTiled for k", Tensor(a.k, a.k_stride, a)),
+          map_of("cuTensorMapEncodeTiled for g", Tensor(a.g, a.g_stride, a))};
 }
 
 }  // namespace flash_kda::host

@@ -53,7 +53,8 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, const RowMa
   }
   cluster_sync();
   const int turn = turn_of_cluster<kShape>(p, smem);
-  constexpr int kFetches = kShape.warps + kShape.solvers, kFirstRows = kFetches + 1;
+  constexpr int kFetches = kShape.warps + kShape.solvers;  // the number of that warp
+  constexpr int kFirstRows = kShape.warps + kShape.helper_warps();
   // Records depend on the call's tensors and, where there is one, on the schedule alone.
   if (warp < kShape.warps || p.cu_seqlens != nullptr || p.shares != nullptr)
     wait_for_previous_launch();
