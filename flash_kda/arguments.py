@@ -199,16 +199,14 @@ def check(
     # What follows from metadata and addresses together is remembered like the layout. Where a
     # storage ends does not: one made smaller may lie at a proven address. On a GPU that is looked
     # at again for what is written; for all tensors it would take a tenth of the call's time.
-    proven = pointers in layout.proven
-    if not proven:
+    if pointers not in layout.proven:
         _check_addresses(tensors, pointers, layout)
-    _check_ends(
-        tensors, pointers, layout, layout.written if proven and layout.on_cuda else layout.present
-    )
-    if not proven:
         if len(layout.proven) >= _PROVEN_LIMIT:
             layout.proven.clear()
         layout.proven.add(pointers)
+    else:
+        again = layout.written if layout.on_cuda else layout.present
+        _check_ends(tensors, pointers, layout, again)
     if not layout.on_cuda:
         _refuse_jit_trace()
         cpu.check_values(layout, tensors)
@@ -393,6 +391,7 @@ def _check_addresses(tensors: Tensors, pointers: tuple[int, ...], layout: Layout
     for position in layout.present:
         if pointers[position] < _LOW_ADDRESS:
             _refuse_without_memory(tensors, layout)
+    _check_ends(tensors, pointers, layout, layout.present)
     bits = pointers[Q] | pointers[K] | pointers[V] | pointers[G] | pointers[OUT]
     if bits % _VECTOR_BYTES or pointers[WORKSPACE] % _WORKSPACE_ALIGNMENT:
         _refuse_misaligned(pointers)
