@@ -81,6 +81,7 @@ __device__ void schedule(const ForwardParams& p) {
   __shared__ int class_offset[kLengthClasses];
   __shared__ int ends[kScheduleThreads];
   __shared__ int first_begins[kScheduleThreads + 1];  // of record_begin
+  __shared__ int longest;                             // records of a sequence
   const int tid = threadIdx.x;
   allow_next_launch();
   if (p.cu_seqlens == nullptr) {
@@ -88,38 +89,37 @@ __device__ void schedule(const ForwardParams& p) {
     return;
   }
   if (tid < kLengthClasses) class_offset[tid] = 0;
+  if (tid == 0) longest = 0;
 
   // The running maximum of the boundaries is what makes any cu_seqlens safe: starts never decrease,
   // so all records together are at most T / record_tokens + N, which is what the workspace holds.
-  int reached = read_boundary(p, 0);
-  int records = 0, own_longest = 0;
-  if (tid == 0) {
-    p.sequence_start[0] = reached;
-    p.record_begin[0] = first_begins[0] = 0;
-  }
-  for (int base = 0; base < p.sequences; base += kScheduleThreads) {
-    const int n = base + tid;
-    const bool present = n < p.sequences;
+  int reached = 0, records = 0;
+  for (int base = 0; base <= p.sequences; base += kScheduleThreads) {
+    const int n = base + tid;  // a boundary, and the sequence that ends there
+    const bool present = n <= p.sequences;
     const int reached_before = reached;
-    const int end = block_scan(present ? read_boundary(p, n + 1) : 0, reached, totals, Max{});
+    const int end = block_scan(present ? read_boundary(p, n) : 0, reached, totals, Max{});
     // The sequence starts where the one before it ended; that thread has just computed it.
     ends[tid] = end;
-    if (present) p.sequence_start[n + 1] = end;
     __syncthreads();
-    const int length = present ? end - (tid == 0 ? reached_before : ends[tid - 1]) : 0;
+    const bool ends_sequence = present && n > 0;
+    const int length = ends_sequence ? end - (tid == 0 ? reached_before : ends[tid - 1]) : 0;
     const int own_records = records_of(length, p.record_tokens);
     const int end_record = block_scan(own_records, records, totals, Sum{});
-    own_longest = max(own_longest, own_records);
+    if (p.shares != nullptr) {
+      const int longest_of_warp = __reduce_max_sync(kWarpMask, own_records);
+      if (tid % 32 == 0) atomicMax(&longest, longest_of_warp);
+    } else if (ends_sequence) {
+      atomicAdd(&class_offset[length_class(length)], 1);
+    }
     if (present) {
-      p.record_begin[n + 1] = end_record;
-      if (n < kScheduleThreads) first_begins[n + 1] = end_record;
-      if (p.shares == nullptr) atomicAdd(&class_offset[length_class(length)], 1);
+      p.sequence_start[n] = end;
+      p.record_begin[n] = end_record;
+      if (n <= kScheduleThreads) first_begins[n] = end_record;
     }
   }
   __syncthreads();
   if (p.shares != nullptr) {
-    int longest = 0;
-    block_scan(own_longest, longest, totals, Max{});
     share_out(p, p.sequences <= kScheduleThreads ? first_begins : p.record_begin, longest);
     return;  // the order is for others
   }

@@ -213,12 +213,24 @@ T __shfl_up_sync(unsigned mask, T value, int distance) {
   const int64_t* const met = device::threads.meet(device::kShuffle, value);
   return static_cast<T>(met[lane < distance ? lane : lane - distance]);
 }
+inline int __reduce_max_sync(unsigned mask, int value) {
+  if (mask != 0xffffffffu) device::fail("__reduce_max_sync of some lanes");
+  const int64_t* const met = device::threads.meet(device::kShuffle, value);
+  int most = value;
+  for (int lane = 0; lane < 32; ++lane) most = std::max(most, static_cast<int>(met[lane]));
+  return most;
+}
 inline void __syncwarp() { device::threads.meet(device::kSyncWarp, 0); }
 inline void __syncthreads() { device::threads.meet(device::kSyncThreads, 0); }
 inline void __nanosleep(unsigned) { device::fail("waits for what nobody has done before"); }
 inline int atomicAdd(int* place, int value) {
   *place += value;
   return *place - value;
+}
+inline int atomicMax(int* place, int value) {
+  const int before = *place;
+  *place = std::max(before, value);
+  return before;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return __builtin_clz(static_cast<unsigned>(x)); }
