@@ -68,6 +68,7 @@ class Chain {
     copy_async_wait<0>();  // of the sequence before: zeros fetched past its end
     __syncwarp();          // all lanes have read its values and outputs
     first_value_ = 0;
+    last_value_ = kValues - 1;
 #pragma unroll
     for (int i = 0; i < kValues - 1; ++i) fetch_value(i);
   }
@@ -81,7 +82,7 @@ class Chain {
       float o[kTiles][kTokens / 8][4] = {};
       const auto value = [&](float (&x)[kTiles][kTokens / 8][4]) { next_value(x); };
       const auto acquire = [&] {
-        if (!landed_) ring_.wait(position_.stage, position_.parity);
+        if (landed_ == 0) ring_.wait(position_.stage, position_.parity);
         stay_behind_wait();
         if constexpr (Step::kByAddress) {
           return ring_.record_address(position_.stage);
@@ -104,12 +105,16 @@ class Chain {
       const auto late = [&] {
         if constexpr (kOutputs) write_output(pieces);
         fetch_value(last_value());
+        // Asked for only once the step is over, the answer would be waited for.
+        RingPosition<Ring::kStages> next = position_;
+        next.advance();
+        landed_ = ring_.landed(next.stage, next.parity);
       };
       step_.advance(s, o, acquire, release, value, early, late);
       __syncwarp();  // all lanes have read V
       has_stage_ = true;
       position_.advance();
-      landed_ = ring_.landed(position_.stage, position_.parity);
+      last_value_ = first_value_;
       if (++first_value_ == kValues) first_value_ = 0;
       if constexpr (kOutputs) pack_output(o);
     }
@@ -122,7 +127,7 @@ class Chain {
     RingPosition<Ring::kStages> next = position_;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      ring_.wait(next.stage, next.parity);
+      if (landed_ < kCount) ring_.wait(next.stage, next.parity);
       next.advance();
     }
     stay_behind_wait();
@@ -134,6 +139,19 @@ class Chain {
       position_.advance();
     }
     landed_ = ring_.landed(position_.stage, position_.parity);
+  }
+
+  // Whether all of that is there. Called before it, where the answer comes sooner.
+  template <int kCount>
+  __device__ __forceinline__ void look_for() {
+    RingPosition<Ring::kStages> next = position_;
+    bool landed = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      landed &= ring_.landed(next.stage, next.parity);
+      next.advance();
+    }
+    if (landed) landed_ = kCount;
   }
 
   // For the state in the middle of the step to come: its record, once it is there, and V^T.
@@ -167,11 +185,14 @@ class Chain {
   // is still to be read and would be waited for. With pairs of chunks a step is shorter for it; in
   // `fused` the calls took longer (docs/performance.md).
   static constexpr bool kMovesBefore = kTokens == kPair;
+  // Likewise, whether the slot of the step before is kept, or found from the next one.
+  static constexpr bool kKeepsSlots = kTokens == kPair;
   static_assert(kRounds * kTokensAtOnce == kTokens && kTokensAtOnce % 8 == 0,
                 "lanes share a step's rows evenly, and units are permuted by row % 8");
 
   // The slot of the step before: its V has been read.
   __device__ __forceinline__ int last_value() const {
+    if constexpr (kKeepsSlots) return last_value_;
     return first_value_ == 0 ? kValues - 1 : first_value_ - 1;
   }
 
@@ -265,11 +286,12 @@ class Chain {
   Memory& memory_;
   const int lane_;
   RingPosition<Ring::kStages> position_;
-  bool landed_ = false;     // whether the next record is known to be there
+  int landed_ = 0;          // so many of the stages to come are known to be filled
   bool has_stage_ = false;  // whether the stage before is still to be released
   int steps_ = 0, done_ = 0;
-  int first_value_ = 0;  // the slot of the next step's V
-  int rows_left_;        // from this lane's next row of V to the end
+  // The slots of V of the next step and of the one before.
+  int first_value_ = 0, last_value_ = kValues - 1;
+  int rows_left_;  // from this lane's next row of V to the end
   const unsigned char* next_value_;
   unsigned char* next_out_;
   Fragment4 output_[kTiles][kTokens / kChunk];  // of the step before

@@ -1,21 +1,19 @@
-// One computing warp's work on one sequence: load the state, carry it through the chunks, leave it
-// at every checkpoint and at the end.
+// One computing warp's work on one sequence: carry the state through the chunks and leave it at
+// every checkpoint.
 #pragma once
 
 #include "chunk/chain.cuh"
 
 namespace flash_kda {
 
+// `s`: the state before the sequence, on which the chain has begun; becomes the state after it.
 // Where a chain takes several chunks a step, `store_between(s, step, checkpoint)` leaves the state
-// after the first chunk of the step to come. `load_initial(s)` brings the state before the first.
-template <class Chain, class Slice, class LoadInitial, class StoreBetween>
+// after the first chunk of the step to come.
+template <class Chain, class Slice, class StoreBetween>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
-                                             const Slice& slice, int first_row, int lane,
-                                             LoadInitial load_initial, StoreBetween store_between) {
-  typename Chain::State s;
+                                             typename Chain::State& s, const Slice& slice,
+                                             int first_row, int lane, StoreBetween store_between) {
   const int length = slice.range.tokens.length;
-  chain.begin(slice, first_row, true);
-  load_initial(s);
   Checkpoints checkpoints(p, slice.range.tokens, lane);
   // Stops at each checkpoint and at the end, outside the loop over chunks.
 #pragma unroll 1
@@ -35,18 +33,14 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
     checkpoints.advance(p, lane);
   }
   chain.finish();
-  // Found only now: there are no registers to keep it in.
-  store_state<Chain::kFours>(s, slice.final(p, first_row), lane);
 }
 
 template <class Chain, class Slice>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
-                                             const Slice& slice, int first_row, int lane) {
+                                             typename Chain::State& s, const Slice& slice,
+                                             int first_row, int lane) {
   static_assert(Chain::kTokens == kChunk, "there is nothing between chunks");
-  run_sequence(
-      p, chain, slice, first_row, lane,
-      [&](auto& s) { load_state<Chain::kFours>(s, slice.initial(p, first_row), lane); },
-      [](auto&, int, const StateAddress&) {});
+  run_sequence(p, chain, s, slice, first_row, lane, [](auto&, int, const StateAddress&) {});
 }
 
 }  // namespace flash_kda

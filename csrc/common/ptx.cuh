@@ -77,6 +77,10 @@ __device__ __forceinline__ void tile_load(unsigned shared, const TensorMap* map,
       "l"(map), "r"(channel), "r"(head), "r"(token), "r"(batch), "r"(barrier)
       : "memory");
 }
+// Brings near what such a copy first needs to know.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // An arrival of a warp, likewise, which announces so many bytes.
 __device__ __forceinline__ void arrive_expecting(unsigned barrier, unsigned bytes) {
   asm volatile(

@@ -51,9 +51,14 @@ __device__ __forceinline__ void with_records(const ForwardParams& p, const RowMa
       smem.turn = atomicAdd(p.next_turn, 1);
     }
   }
+  constexpr int kFetches = kShape.warps + kShape.solvers;  // the number of the warp that fetches
+  if (threadIdx.x == 32 * kFetches && p.tokens > 0) {
+    prefetch_map(&maps.k);
+    prefetch_map(&maps.g);
+    prefetch_map(&maps.q);
+  }
   cluster_sync();
   const int turn = turn_of_cluster<kShape>(p, smem);
-  constexpr int kFetches = kShape.warps + kShape.solvers;  // the number of that warp
   constexpr int kFirstRows = kShape.warps + kShape.helper_warps();
   // Records depend on the call's tensors and, where there is one, on the schedule alone.
   if (warp < kShape.warps || p.cu_seqlens != nullptr || p.shares != nullptr)
@@ -90,35 +95,48 @@ template <const FusedShape& kShape>
 __device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& maps,
                                       FusedSmem<kShape>& smem) {
   with_records<kShape>(p, maps, smem, [&](int turn, int cta, int warp, int lane) {
-    Chain<RecordRing<kShape>, WgmmaStep<kChunk, true>, FusedWarpMemory> chain(p, {smem},
-                                                                              smem.warp[warp]);
+    using WarpChain = Chain<RecordRing<kShape>, WgmmaStep<kChunk, true>, FusedWarpMemory>;
+    WarpChain chain(p, {smem}, smem.warp[warp]);
+    typename WarpChain::State s;
     const int first_row = cta * kShape.slice_rows() + kRowsOfWarp * warp;
     static_assert(kShape.cluster * kShape.warps == kStateWarps);
     const int state_warp = kShape.warps * cta + warp;
     const int flag_of_turn = turn * kStateWarps + state_warp;
     Jobs jobs(p, turn);
-    Piece piece;
+    Piece piece, last;
+    // Where it is left is found only now: there are no registers to keep that in.
+    const auto leave = [&](const Piece& done, const Halves& rows) {
+      store_state<true>(s, done.final(p, first_row), lane, rows);
+    };
+    jobs.look_up();
 #pragma unroll 1
     while (jobs.next(piece)) {
+      chain.begin(piece, first_row, true);
+      if (jobs.done() > 1) leave(last, kLowerRows);
       if (jobs.done() == 2) hand_on(p, flag_of_turn, lane);
       if (piece.is_taken()) {
         const int* const flag = &p.handed_on[piece.taken_from * kStateWarps + state_warp];
         while (!__all_sync(kWarpMask, flag_raised(flag))) __nanosleep(100);
       }
-      const auto load_initial = [&](auto& s) {
-        if (piece.state_stages(p) == 0) {
-          load_state<true>(s, piece.initial(p, first_row), lane);
-        } else {
-          chain.template take<kStateStages>([&](const auto& ring, int first) {
-            read_state<kShape>(s, ring, first, p.initial_dtype, kRowsOfWarp * warp, lane);
-          });
-          if (p.state_indices != nullptr && piece.given(p, first_row).dtype == kAbsent)
-            load_state<true>(s, {nullptr, kAbsent, false}, lane);
-        }
-      };
-      run_sequence(p, chain, piece, first_row, lane, load_initial,
-                   [](auto&, int, const StateAddress&) {});
+      if (piece.state_stages(p) == 0) {
+        load_state<true>(s, piece.initial(p, first_row), lane);
+      } else {
+        chain.template take<kStateStages>([&](const auto& ring, int first) {
+          read_state<kShape>(s, ring, first, p.initial_dtype, kRowsOfWarp * warp, lane);
+        });
+        if (p.state_indices != nullptr && piece.given(p, first_row).dtype == kAbsent)
+          load_state<true>(s, {nullptr, kAbsent, false}, lane);
+      }
+      run_sequence(p, chain, s, piece, first_row, lane);
+      // Behind the stores this would be waited for.
+      jobs.look_up();
+      chain.template look_for<kStateStages>();
+      // All rows at once would be more stores than go on their way unwaited for: between those of
+      // one half and the other's the next piece begins.
+      leave(piece, kUpperRows);
+      last = piece;
     }
+    if (jobs.done() > 0) leave(last, kLowerRows);
   });
 }
 

@@ -88,7 +88,7 @@ struct FusedSmem {
 template <const FusedShape& kShape>
 class RowsTurn {
  public:
-  __device__ __forceinline__ explicit RowsTurn(int index)
+  __device__ __forceinline__ explicit RowsTurn(unsigned index)
       : group_(index / kShape.cluster % kShape.groups),
         turn_(index / kShape.cluster / kShape.groups) {}
   __device__ __forceinline__ Barrier::ValueType* barrier(FusedSmem<kShape>& smem) const {
@@ -97,14 +97,14 @@ class RowsTurn {
   __device__ __forceinline__ unsigned parity() const { return turn_ / kRowTurns & 1; }
 
  private:
-  const int group_, turn_;
+  const unsigned group_, turn_;
 };
 
 // Where K^ of that chunk stands, and when its place is free.
 template <const FusedShape& kShape>
 class GrowingTurn {
  public:
-  __device__ __forceinline__ explicit GrowingTurn(int index)
+  __device__ __forceinline__ explicit GrowingTurn(unsigned index)
       : place_(index / kShape.cluster % kGrowingImages),
         turn_(index / kShape.cluster / kGrowingImages) {}
   __device__ __forceinline__ unsigned char* image(FusedSmem<kShape>& smem) const {
@@ -120,7 +120,7 @@ class GrowingTurn {
   }
 
  private:
-  const int place_, turn_;
+  const unsigned place_, turn_;
 };
 
 template <const FusedShape& kShape>

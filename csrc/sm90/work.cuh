@@ -39,16 +39,19 @@ class Jobs {
  public:
   // `turn`: the cluster's, in the order in which they began.
   __device__ __forceinline__ Jobs(const ForwardParams& p, int turn)
-      : p_(p), turn_(turn), share_(load_share()) {
+      : p_(p), turn_(turn), share_(load_share()), end_ahead_(p.tokens) {
     head_ = share_.first_job / p.sequences;
     sequence_ = share_.first_job - head_ * p.sequences;
-    if (share_.pieces > 0) ahead_ = sequence_range(p, sequence_);
+    if (share_.pieces > 0) look_ahead();
   }
 
-  // The next one in `piece`; false: there is none. All lanes of a warp call it together.
+  // The next one in `piece`; false: there is none. All lanes of a warp call it together, and before
+  // it, at their leisure, look_up().
   __device__ __forceinline__ bool next(Piece& piece) {
     if (done_ >= share_.pieces) return false;
-    static_cast<ChainSlice&>(piece) = ChainSlice(ahead_, head_);
+    const int batch = p_.cu_seqlens == nullptr ? sequence_ : 0;
+    static_cast<ChainSlice&>(piece) =
+        ChainSlice({sequence_, {batch, begin_, end_ - begin_}, 0}, head_);
     piece.taken_from = piece.handed_on = Piece::kNobody;
     TokenRange& tokens = piece.range.tokens;
     if (done_ == 0 && share_.first_end != Share::kWhole) {
@@ -67,8 +70,14 @@ class Jobs {
       --head_;
     }
     // Looked up a piece ahead: it would be waited for. There is one even behind the last piece.
-    ahead_ = sequence_range(p_, sequence_);
+    look_ahead();
     return true;
+  }
+
+  // Where the next piece's sequence lies, from one lane: so it is known to be the same in all.
+  __device__ __forceinline__ void look_up() {
+    begin_ = __shfl_sync(kWarpMask, begin_ahead_, 0);
+    end_ = __shfl_sync(kWarpMask, end_ahead_, 0);
   }
 
   __device__ __forceinline__ int done() const { return done_; }  // pieces given
@@ -83,11 +92,19 @@ class Jobs {
             __shfl_sync(kWarpMask, share.last_begin, 0)};
   }
 
+  // As it is loaded: what is made of it is waited for.
+  __device__ __forceinline__ void look_ahead() {
+    if (p_.cu_seqlens == nullptr) return;
+    begin_ahead_ = p_.sequence_start[sequence_];
+    end_ahead_ = p_.sequence_start[sequence_ + 1];
+  }
+
   const ForwardParams& p_;
   const int turn_;
   const Share share_;
   int head_, sequence_;  // of the next piece
-  SequenceRange ahead_;
+  int begin_ahead_ = 0, end_ahead_;
+  int begin_, end_;
   int done_ = 0;  // pieces
 };
 
@@ -104,6 +121,7 @@ class ChunkWalk {
   // To the piece that the stage belongs to; false: the work has fewer stages.
   __device__ __forceinline__ bool find() {
     while (index_ >= job_end_) {
+      jobs_.look_up();
       if (!jobs_.next(piece_)) return false;
       state_end_ = job_end_ + piece_.state_stages(p_);
       job_end_ = state_end_ + chunks_of(piece_.range.tokens.length);

@@ -35,6 +35,8 @@ enum Event : int64_t {
   kIdentity,
   kRun,
   kStore,
+  kStoreUpper,
+  kStoreLower,
   kBetween,
   kFinish,
   kChunk,
@@ -114,7 +116,7 @@ class Threads {
 
   void record(std::vector<int64_t> event) {
     Thread& thread = threads_[current_];
-    thread.stores |= event[0] == kStore;
+    thread.stores |= event[0] >= kStore && event[0] <= kStoreLower;
     thread.events.push_back(std::move(event));
   }
   const Events& events(int thread) const { return threads_[thread].events; }

@@ -49,6 +49,7 @@ inline void tile_load(unsigned shared, const TensorMap* map, int channel, int he
   device::threads.record({device::kTile, shared, static_cast<int64_t>(tiles.base), channel, head,
                           token, batch, barrier});
 }
+inline void prefetch_map(const TensorMap*) {}
 inline void prefetch_line(const void* global) {
   device::threads.record({device::kPrefetch, device::address(global)});
 }
