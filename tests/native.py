@@ -196,18 +196,34 @@ int cuKernelGetFunction(void** function, void* kernel) {
 }
 int cuFuncSetAttribute(void*, int, int) { return result("cuFuncSetAttribute"); }
 #ifdef PARAMETERS
-int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
-  const bool has_maps = !std::strcmp(static_cast<const char*>(function), "flash_kda_fused");
 #ifndef MORE  // parameters behind those that a kernel should take
 #define MORE 0
 #endif
-  const size_t sizes[] = {PARAMETERS, MAPS};
-  const size_t bytes = index <= has_maps ? sizes[index] : index == size_t{1} + has_maps ? MORE : 0;
-  if (bytes == 0) return 1;
+static std::vector<size_t> parameters_of(void* function) {
+  std::vector<size_t> sizes{PARAMETERS};
+  const bool is_fused = !std::strcmp(static_cast<const char*>(function), "flash_kda_fused");
+  if (is_fused && MAPS > 0) sizes.push_back(MAPS);
+  sizes.insert(sizes.end(), MORE, 8);
+  return sizes;
+}
+static int asked_beyond = 0;
+int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
+  const std::vector<size_t> sizes = parameters_of(function);
+  if (index >= sizes.size()) {
+    ++asked_beyond;
+    return 1;
+  }
   *offset = 8 * index;
-  *size = bytes;
+  *size = sizes[index];
   return result("cuFuncGetParamInfo");
 }
+int stand_in_asked_beyond() { return asked_beyond; }
+#ifdef COUNTS
+int cuFuncGetParamCount(void* function, size_t* count) {
+  *count = parameters_of(function).size();
+  return result("cuFuncGetParamCount");
+}
+#endif
 #endif
 int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base,
                            const uint64_t* sizes, const uint64_t* strides, const uint32_t* tile,

@@ -493,31 +493,49 @@ def test_an_image_that_is_too_small(failing: FailingDriver) -> None:
         failing.launcher.open_module(bytes(63), 0)
 
 
+def refuses_revision(failing: FailingDriver, text: str) -> re.Match[str]:
+    """Twice, and gives back what it has."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the cubin is of another revision: ") as info:
+            failing.launcher.open_module(IMAGE, 0)
+        found = re.search(text, str(info.value))
+        assert found is not None, str(info.value)
+        assert failing.held() == (0, 0) and failing.settled()
+    return found
+
+
 def test_a_cubin_of_another_revision(tmp_path: Path) -> None:
     def refuses(kernel: str, found: int, parameters: int, maps: int) -> int:
-        """Twice; returns the size that it expects."""
+        """Returns the size that it expects."""
         failing = FailingDriver(tmp_path, f"-DPARAMETERS={parameters}", f"-DMAPS={maps}")
-        for _ in range(2):
-            with pytest.raises(ValueError, match="the cubin is of another revision: ") as info:
-                failing.launcher.open_module(IMAGE, 0)
-            text = rf"{kernel} takes {found} bytes of parameters, not (\d+)"
-            (expected,) = re.findall(text, str(info.value))
-            assert failing.held() == (0, 0) and failing.settled()
-        return int(expected)
+        text = rf"{kernel} takes {found} bytes of parameters, not (\d+)$"
+        return int(refuses_revision(failing, text)[1])
 
     size = refuses("flash_kda_schedule", 8, 8, MAPS_BYTES)
     for other in (0, 128, MAPS_BYTES + 8):
         assert refuses("flash_kda_fused", other, size, other) == MAPS_BYTES
-    options = (f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}")
-    failing = FailingDriver(tmp_path, *options, "-DMORE=8")
-    with pytest.raises(
-        ValueError, match="revision: flash_kda_schedule takes 8 bytes of parameters"
-    ):
-        failing.launcher.open_module(IMAGE, 0)
-    assert failing.held() == (0, 0) and failing.settled()
-    failing = FailingDriver(tmp_path, *options)
-    launch(failing, failing.launcher.open_module(IMAGE, 0), "fused", rows=fresh_rows())
-    assert failing.launches() == ["fused"]
+    for counts in ("-UCOUNTS", "-DCOUNTS"):
+        options = (f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}", counts)
+        failing = FailingDriver(tmp_path, *options)
+        launch(failing, failing.launcher.open_module(IMAGE, 0), "fused", rows=fresh_rows())
+        assert failing.launches() == ["fused"]
+        # A call that fails would be an error to compute-sanitizer.
+        assert failing.driver.stand_in_asked_beyond() == 0
+
+
+def test_a_cubin_with_other_parameters(tmp_path: Path) -> None:
+    """Told by drivers that count them."""
+    (size,) = re.findall(
+        r"not (\d+)$",
+        refuses_revision(FailingDriver(tmp_path, "-DPARAMETERS=8", "-DMAPS=0"), ".*")[0],
+    )
+    options = (f"-DPARAMETERS={size}", "-DCOUNTS")
+    more = FailingDriver(tmp_path, *options, f"-DMAPS={MAPS_BYTES}", "-DMORE=2")
+    refuses_revision(more, r"flash_kda_schedule takes 3 parameters, not 1$")
+    fewer = FailingDriver(tmp_path, *options, "-DMAPS=0")
+    refuses_revision(fewer, r"flash_kda_fused takes 1 parameters, not 2$")
+    for failing in (more, fewer):
+        assert failing.driver.stand_in_asked_beyond() == 0
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path) -> None:

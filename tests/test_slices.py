@@ -305,12 +305,8 @@ def jobs_of(events: list[Event], turn: int = 0) -> list[Job]:
             jobs.append(Job(sequence, head, segment, tokens, has_values, v, out, turn=turn))
         else:
             # An absent state has no address.
-            absent = kind in ("load", "store", "upper", "lower") and rest[1] == 0
-            job = jobs[-1]
-            # Lower rows of a state are stored when the next job has begun, before its own state.
-            if kind == "lower" and not job.events:
-                job = jobs[-2]
-            job.events.append([kind, None] if absent else [kind, *rest])
+            absent = kind in ("load", "store") and rest[1] == 0
+            jobs[-1].events.append([kind, None] if absent else [kind, *rest])
     return jobs
 
 
@@ -481,14 +477,7 @@ class Expected:
             events = [read, *([events[0]] if initial == [None] else [])]
         for index, tokens in self.checkpoints(job) if kept else []:
             events += self.kept(job, row, index, tokens)
-        # Between the two halves of a state the next piece begins.
-        stores = ("upper", "lower") if self.fused else ("store",)
-        return [
-            *events,
-            ["run", len(self.part(job))],
-            ["finish"],
-            *([kind, *final] for kind in stores),
-        ]
+        return [*events, ["run", len(self.part(job))], ["finish"], ["store", *final]]
 
 
 def check(
@@ -836,39 +825,31 @@ def check_flags(
         outline = outline_of(events)
         kinds = [kind for kind, _ in outline]
         assert all(rest == [expected.flag(turn, row)] for kind, rest in outline if kind == "raise")
-        if "raise" in kinds:  # both halves of the state are there
-            names = [kind for kind, *_ in events]
-            assert names.index("lower") < names.index("raise")
         for n, (kind, rest) in enumerate(outline):
             if kind == "wait":
                 assert rest == [expected.flag(turn - 1, row)]
-                assert before_flag[turn - 1] == ["job", "job"]  # the second has only begun
-                assert "job" not in kinds[n:]
+                assert before_flag[turn - 1] == ["job"]
+                assert kinds[n + 1 :].count("job") == 1
         assert kinds.count("wait") == sum(expected.part(job).start > 0 for job in turns[turn])
         before_flag.append(kinds[: kinds.index("raise")] if "raise" in kinds else [])
 
 
 def outline_of(events: list[Event]) -> list[tuple[str, list[int]]]:
-    """Pieces and flags, which no warp waits for or raises once it has come to a piece's state."""
+    """Pieces and flags, which no warp waits for or raises within a piece."""
     outline: list[tuple[str, list[int]]] = []
-    has_state = False
     for kind, *rest in events:
         if kind in ("job", "wait", "raise"):
-            assert kind == "job" or not has_state
             outline.append((kind, [] if kind == "job" else rest))
-            has_state = False
-        elif kind != "lower":  # which belongs to the piece before
-            has_state = True
+        else:
+            assert outline[-1][0] == "job"
     return outline
 
 
 def check_unordered(expected: Expected, job: Job, row: int) -> None:
     """Whatever is kept is a state that its offset names, once at most."""
     whole = expected.chain(job, row, kept=False)
-    start = whole.index(["run", len(expected.part(job))])
-    end = len(job.events) - len(whole) + start
-    kept = job.events[start:end]
-    assert [*job.events[:start], *job.events[end:]] == whole
+    kept = job.events[len(whole) - 3 : -3]
+    assert [*job.events[: len(whole) - 3], *job.events[-3:]] == whole
     allowed = expected.checkpoints(job)
     done = 0
     for found in zip(kept[::2], kept[1::2], strict=True):

@@ -133,9 +133,9 @@ void cut_otherwise(const Request& request) {
 
 void print_events(const device::Threads::Events& events) {
   static constexpr const char* kEvents[] = {
-      "job",    "load",  "identity", "run",   "store", "upper",  "lower",   "between",
-      "finish", "chunk", "part",     "read",  "fetch", "expect", "tile",    "growing",
-      "wait",   "await", "copy",     "leave", "raise", "send",   "prefetch"};
+      "job",   "load",  "identity", "run",   "store",  "between", "finish",
+      "chunk", "part",  "read",     "fetch", "expect", "tile",    "growing",
+      "wait",  "await", "copy",     "leave", "raise",  "send",    "prefetch"};
   const char* separator = "";
   for (const std::vector<int64_t>& event : events) {
     std::printf("%s[\"%s\"", separator, kEvents[event[0]]);
