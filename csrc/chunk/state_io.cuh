@@ -80,24 +80,16 @@ __device__ __forceinline__ float4 moved(float4 x) {
   return make_float4(move(x.x), move(x.y), move(x.z), move(x.w));
 }
 
-// Of a tile's 16 rows: those that a lane has in the first two registers of its accumulators, the
-// others, or all.
-struct Halves {
-  int first, end;
-};
-constexpr Halves kAllRows{0, 2}, kUpperRows{0, 1}, kLowerRows{1, 2};
-
 // function(tile, n, half, offset): the elements from s[tile][n][2 * half] on lie `offset` elements
 // after the warp's first V row; with kFours those from s[tile][n + 1][2 * half] on behind them.
 template <bool kFours, int kTiles, class Function>
-__device__ __forceinline__ void for_each_state_piece(int lane, Function function,
-                                                     const Halves& halves = kAllRows) {
+__device__ __forceinline__ void for_each_state_piece(int lane, Function function) {
   constexpr int kAccumulators = kFours ? 2 : 1;
   const int row = lane >> 2, column = 2 * kAccumulators * (lane & 3);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-    for (int half = halves.first; half < halves.end; ++half) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < kStateTiles; n += kAccumulators) {
         function(tile, n, half, (16 * tile + row + 8 * half) * kHeadDim + 8 * n + column);
@@ -123,18 +115,15 @@ __device__ __forceinline__ void load_state_as(float (&s)[kTiles][kStateTiles][4]
 
 template <bool kFours, class Element, bool kVectorised, int kTiles>
 __device__ __forceinline__ void store_state_as(const float (&s)[kTiles][kStateTiles][4], void* base,
-                                               int lane, const Halves& halves) {
+                                               int lane) {
   __builtin_assume(__isGlobal(base));
-  for_each_state_piece<kFours, kTiles>(
-      lane,
-      [&](int tile, int n, int half, int offset) {
-        const int next = kFours ? n + 1 : n;
-        float4 piece = make_float4(s[tile][n][2 * half], s[tile][n][2 * half + 1],
-                                   s[tile][next][2 * half], s[tile][next][2 * half + 1]);
-        if constexpr (kFours) piece = moved(piece);
-        store_elements<kFours, kVectorised>(static_cast<Element*>(base) + offset, piece);
-      },
-      halves);
+  for_each_state_piece<kFours, kTiles>(lane, [&](int tile, int n, int half, int offset) {
+    const int next = kFours ? n + 1 : n;
+    float4 piece = make_float4(s[tile][n][2 * half], s[tile][n][2 * half + 1],
+                               s[tile][next][2 * half], s[tile][next][2 * half + 1]);
+    if constexpr (kFours) piece = moved(piece);
+    store_elements<kFours, kVectorised>(static_cast<Element*>(base) + offset, piece);
+  });
 }
 
 // From the warp's first V row; an absent state is zero.
@@ -171,19 +160,18 @@ __device__ __forceinline__ void load_identity(float (&s)[kTiles][kStateTiles][4]
 
 template <bool kFours = false, int kTiles>
 __device__ __forceinline__ void store_state(const float (&s)[kTiles][kStateTiles][4],
-                                            const StateAddress& to, int lane,
-                                            const Halves& halves = kAllRows) {
+                                            const StateAddress& to, int lane) {
   if (to.dtype == kAbsent) return;
   if (to.dtype == kFloat32) {
     if (to.vectorised) {
-      store_state_as<kFours, float, true>(s, to.base, lane, halves);
+      store_state_as<kFours, float, true>(s, to.base, lane);
     } else {
-      store_state_as<kFours, float, false>(s, to.base, lane, halves);
+      store_state_as<kFours, float, false>(s, to.base, lane);
     }
   } else if (to.vectorised) {
-    store_state_as<kFours, __nv_bfloat16, true>(s, to.base, lane, halves);
+    store_state_as<kFours, __nv_bfloat16, true>(s, to.base, lane);
   } else {
-    store_state_as<kFours, __nv_bfloat16, false>(s, to.base, lane, halves);
+    store_state_as<kFours, __nv_bfloat16, false>(s, to.base, lane);
   }
 }
 

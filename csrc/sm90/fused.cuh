@@ -103,21 +103,16 @@ __device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& map
     const int state_warp = kShape.warps * cta + warp;
     const int flag_of_turn = turn * kStateWarps + state_warp;
     Jobs jobs(p, turn);
-    Piece piece, last;
-    // Where it is left is found only now: there are no registers to keep that in.
-    const auto leave = [&](const Piece& done, const Halves& rows) {
-      store_state<true>(s, done.final(p, first_row), lane, rows);
-    };
+    Piece piece;
     jobs.look_up();
 #pragma unroll 1
     while (jobs.next(piece)) {
-      chain.begin(piece, first_row, true);
-      if (jobs.done() > 1) leave(last, kLowerRows);
       if (jobs.done() == 2) hand_on(p, flag_of_turn, lane);
       if (piece.is_taken()) {
         const int* const flag = &p.handed_on[piece.taken_from * kStateWarps + state_warp];
         while (!__all_sync(kWarpMask, flag_raised(flag))) __nanosleep(100);
       }
+      chain.begin(piece, first_row, true);
       if (piece.state_stages(p) == 0) {
         load_state<true>(s, piece.initial(p, first_row), lane);
       } else {
@@ -131,12 +126,9 @@ __device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& map
       // Behind the stores this would be waited for.
       jobs.look_up();
       chain.template look_for<kStateStages>();
-      // All rows at once would be more stores than go on their way unwaited for: between those of
-      // one half and the other's the next piece begins.
-      leave(piece, kUpperRows);
-      last = piece;
+      // Found only now: there are no registers to keep it in.
+      store_state<true>(s, piece.final(p, first_row), lane);
     }
-    if (jobs.done() > 0) leave(last, kLowerRows);
   });
 }
 

@@ -35,8 +35,6 @@ enum Event : int64_t {
   kIdentity,
   kRun,
   kStore,
-  kStoreUpper,
-  kStoreLower,
   kBetween,
   kFinish,
   kChunk,
@@ -116,7 +114,7 @@ class Threads {
 
   void record(std::vector<int64_t> event) {
     Thread& thread = threads_[current_];
-    thread.stores |= event[0] >= kStore && event[0] <= kStoreLower;
+    thread.stores |= event[0] == kStore;
     thread.events.push_back(std::move(event));
   }
   const Events& events(int thread) const { return threads_[thread].events; }

@@ -19,19 +19,10 @@ void load_state(State&, const StateAddress& from, int) {
 inline void load_identity(State&, int row, int) {
   device::threads.record({device::kIdentity, row});
 }
-// As in chunk/state_io.cuh.
-struct Halves {
-  int first, end;
-};
-constexpr Halves kAllRows{0, 2}, kUpperRows{0, 1}, kLowerRows{1, 2};
-
 template <bool = false>
-void store_state(const State&, const StateAddress& to, int, const Halves& rows = kAllRows) {
-  const bool all = rows.first == 0 && rows.end == 2;
-  const device::Event stored = all               ? device::kStore
-                               : rows.first == 0 ? device::kStoreUpper
-                                                 : device::kStoreLower;
-  device::threads.record({stored, device::address(to.base), to.dtype, to.vectorised ? 1 : 0});
+void store_state(const State&, const StateAddress& to, int) {
+  device::threads.record(
+      {device::kStore, device::address(to.base), to.dtype, to.vectorised ? 1 : 0});
 }
 
 template <class Ring, class Step, class Memory>
