@@ -16,7 +16,7 @@ from typing import NamedTuple
 from . import manifest
 from .errors import BrokenInstallError, DriverNotFoundError, LaunchError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """The interface version this module speaks; the library must answer the same."""
 
 AUTOMATIC_PATH = -1
@@ -57,7 +57,13 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "path_name": (ctypes.c_char_p, (ctypes.c_int32,)),
     "open": (
         ctypes.c_int32,
-        (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64)),
+        (
+            ctypes.c_char_p,
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_uint64),
+        ),
     ),
     # The module is a uint64_t; ctypes takes integers for pointers, as large here, more quickly.
     "forward": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
@@ -178,10 +184,19 @@ class Launcher:
                 "(or unset it to choose automatically)"
             ) from None
 
-    def open_module(self, image: bytes, device: int) -> int:
-        """Load a cubin on a GPU; the handle stays valid for the life of the process."""
+    def open_module(self, image: bytes, device: int, vouched_for: bool) -> int:
+        """Load a cubin on a GPU; the handle stays valid for the life of the process.
+
+        Args:
+            image: the file's bytes.
+            device: the driver's ordinal of the GPU.
+            vouched_for: whether the cubin is known to have been made with this launcher. Of any
+                other, ValueError says which of its kernels takes other parameters.
+        """
         module = ctypes.c_uint64()
-        status = self._functions["open"](image, len(image), device, ctypes.byref(module))
+        status = self._functions["open"](
+            image, len(image), device, vouched_for, ctypes.byref(module)
+        )
         if status != _OK:
             self._raise(status)
         return module.value
@@ -323,9 +338,9 @@ def path_id(name: str) -> int:
     return launcher().path_id(name)
 
 
-def open_module(image: bytes, device: int) -> int:
+def open_module(image: bytes, device: int, vouched_for: bool) -> int:
     """See Launcher.open_module."""
-    return launcher().open_module(image, device)
+    return launcher().open_module(image, device, vouched_for)
 
 
 def _renew_lock_after_fork() -> None:

@@ -239,7 +239,7 @@ def _load(index: int) -> Module:
     selection = select(gpu, installed)
     image = read_selected(selection)
     try:
-        handle = abi.open_module(image, index)
+        handle = abi.open_module(image, index, selection.record is not None)
     except (LaunchError, ValueError) as error:
         if selection.record is None:
             raise CubinOverrideError(

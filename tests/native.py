@@ -39,8 +39,10 @@ int32_t flash_kda_plan(int64_t tokens, int64_t heads, int64_t sequences, int32_t
 }
 int32_t flash_kda_path_count(void) { return 2; }
 const char* flash_kda_path_name(int32_t path) { return path ? "wide" : "narrow"; }
-int32_t flash_kda_open(const void* image, uint64_t size, int32_t device, uint64_t* module) {
-  *module = size * 100 + device * 10 + static_cast<const char*>(image)[0] % 10;
+int32_t flash_kda_open(const void* image, uint64_t size, int32_t device, int32_t vouched_for,
+                       uint64_t* module) {
+  *module = 10000 * vouched_for + size * 100 + device * 10 +
+            static_cast<const char*>(image)[0] % 10;
   return status;
 }
 int32_t flash_kda_forward(uint64_t module, const flash_kda_forward_args* args) {
@@ -218,12 +220,6 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
   return result("cuFuncGetParamInfo");
 }
 int stand_in_asked_beyond() { return asked_beyond; }
-#ifdef COUNTS
-int cuFuncGetParamCount(void* function, size_t* count) {
-  *count = parameters_of(function).size();
-  return result("cuFuncGetParamCount");
-}
-#endif
 #endif
 int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base,
                            const uint64_t* sizes, const uint64_t* strides, const uint32_t* tile,

@@ -246,7 +246,7 @@ def test_statuses(stand_in: StandIn, status: int, error: type[Exception]) -> Non
     with pytest.raises(error, match="the stand-in's text"):
         forward(stand_in.launcher)
     with pytest.raises(error, match="the stand-in's text"):
-        stand_in.launcher.open_module(b"image", 0)
+        stand_in.launcher.open_module(b"image", 0, True)
     with pytest.raises(error, match="the stand-in's text"):
         stand_in.launcher.plan(1, 1, 1, H200)
     with pytest.raises(ValueError, match="the stand-in's text"):
@@ -262,7 +262,9 @@ def test_simple_functions(stand_in: StandIn) -> None:
     assert launcher.plan(1, 1, 1, abi.Gpu(100, 148)).path == 0
     assert launcher.plan(1, 4, 5, H200, forced_path=0) == abi.Plan(0, 10000 + 4005)
     assert launcher.plan(1, 4, 5, H200, packed=False) == abi.Plan(1, 0)
-    assert launcher.open_module(b"7\0\0", 2) == 300 + 20 + ord("7") % 10
+    for vouched_for in (False, True):
+        opened = 10000 * vouched_for + 300 + 20 + ord("7") % 10
+        assert launcher.open_module(b"7\0\0", 2, vouched_for) == opened
     assert launcher.path_names == ("narrow", "wide")
     assert launcher.path_id("wide") == 1
     with pytest.raises(ValueError, match=r"FLASH_KDA_PATH: got 'huge'.*narrow, wide"):

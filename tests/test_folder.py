@@ -204,7 +204,7 @@ from flash_kda import abi
 {MADE_UP_GPU}{CALL}{REFUSED}
 there = pathlib.Path({str(site)!r})
 opened = []
-abi.open_module = lambda image, device: opened.append(device) or 1000 + device
+abi.open_module = lambda image, device, vouched_for: opened.append(device) or 1000 + device
 size, result = flash_kda.workspace_size(100, 3, 2), call()
 module = loader.module_for(torch.device("cuda", 0))
 if {how!r} == "deleted":

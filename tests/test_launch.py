@@ -108,7 +108,7 @@ def _reset(failing: FailingDriver) -> None:
 
 @pytest.fixture(scope="module")
 def module(failing: FailingDriver) -> int:
-    return failing.launcher.open_module(IMAGE, 0)
+    return failing.launcher.open_module(IMAGE, 0, True)
 
 
 @dataclass(frozen=True)
@@ -448,12 +448,12 @@ def refused(failing: FailingDriver, kind: type[Exception], text: str) -> None:
     """A module is refused in these words, nothing is left behind, and the next one opens."""
     held = failing.held()
     with pytest.raises(kind) as info:
-        failing.launcher.open_module(IMAGE, 0)
+        failing.launcher.open_module(IMAGE, 0, True)
     assert type(info.value) is kind
     assert text in str(info.value)
     assert failing.held() == held
     assert failing.settled()
-    module = failing.launcher.open_module(IMAGE, 0)
+    module = failing.launcher.open_module(IMAGE, 0, True)
     launch(failing, module, "segments")
     assert failing.launches() == list(LAUNCHES["segments"])
     assert failing.settled()
@@ -490,59 +490,49 @@ def test_a_kernel_that_gets_no_shared_memory(failing: FailingDriver, at: int) ->
 
 def test_an_image_that_is_too_small(failing: FailingDriver) -> None:
     with pytest.raises(ValueError, match="the cubin has 63 bytes, too few to be one"):
-        failing.launcher.open_module(bytes(63), 0)
-
-
-def refuses_revision(failing: FailingDriver, text: str) -> re.Match[str]:
-    """Twice, and gives back what it has."""
-    for _ in range(2):
-        with pytest.raises(ValueError, match="the cubin is of another revision: ") as info:
-            failing.launcher.open_module(IMAGE, 0)
-        found = re.search(text, str(info.value))
-        assert found is not None, str(info.value)
-        assert failing.held() == (0, 0) and failing.settled()
-    return found
+        failing.launcher.open_module(bytes(63), 0, True)
 
 
 def test_a_cubin_of_another_revision(tmp_path: Path) -> None:
-    def refuses(kernel: str, found: int, parameters: int, maps: int) -> int:
-        """Returns the size that it expects."""
-        failing = FailingDriver(tmp_path, f"-DPARAMETERS={parameters}", f"-DMAPS={maps}")
-        text = rf"{kernel} takes {found} bytes of parameters, not (\d+)$"
-        return int(refuses_revision(failing, text)[1])
-
-    size = refuses("flash_kda_schedule", 8, 8, MAPS_BYTES)
-    for other in (0, 128, MAPS_BYTES + 8):
-        assert refuses("flash_kda_fused", other, size, other) == MAPS_BYTES
-    for counts in ("-UCOUNTS", "-DCOUNTS"):
-        options = (f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}", counts)
+    def refuses(text: str, *options: str) -> re.Match[str]:
+        """Twice, and gives back what it has."""
         failing = FailingDriver(tmp_path, *options)
-        launch(failing, failing.launcher.open_module(IMAGE, 0), "fused", rows=fresh_rows())
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the cubin is of another revision: ") as info:
+                failing.launcher.open_module(IMAGE, 0, False)
+            found = re.search(text, str(info.value))
+            assert found is not None, str(info.value)
+            assert failing.held() == (0, 0) and failing.settled()
+        return found
+
+    def expects(kernel: str, found: int, parameters: int, maps: int) -> int:
+        text = rf"{kernel} takes {found} bytes of parameters, not (\d+)$"
+        return int(refuses(text, f"-DPARAMETERS={parameters}", f"-DMAPS={maps}")[1])
+
+    size = expects("flash_kda_schedule", 8, 8, MAPS_BYTES)
+    for other in (0, 128, MAPS_BYTES + 8):
+        assert expects("flash_kda_fused", other, size, other) == MAPS_BYTES
+    options = (f"-DPARAMETERS={size}", f"-DMAPS={MAPS_BYTES}")
+    refuses("flash_kda_schedule takes 8 bytes of parameters more$", *options, "-DMORE=2")
+    failing = FailingDriver(tmp_path, *options)
+    failing.fail("cuFuncGetParamInfo")
+    with pytest.raises(errors.LaunchError, match="cuFuncGetParamInfo failed: CUDA_ERROR_FAKE"):
+        failing.launcher.open_module(IMAGE, 0, False)
+    # Nothing is asked of a cubin that is known to be the right one: a call of the driver that fails
+    # would be an error to compute-sanitizer.
+    for vouched_for, asked in ((False, len(KERNELS)), (True, 0)):
+        failing = FailingDriver(tmp_path, *options)
+        module = failing.launcher.open_module(IMAGE, 0, vouched_for)
+        launch(failing, module, "fused", rows=fresh_rows())
         assert failing.launches() == ["fused"]
-        # A call that fails would be an error to compute-sanitizer.
-        assert failing.driver.stand_in_asked_beyond() == 0
-
-
-def test_a_cubin_with_other_parameters(tmp_path: Path) -> None:
-    """Told by drivers that count them."""
-    (size,) = re.findall(
-        r"not (\d+)$",
-        refuses_revision(FailingDriver(tmp_path, "-DPARAMETERS=8", "-DMAPS=0"), ".*")[0],
-    )
-    options = (f"-DPARAMETERS={size}", "-DCOUNTS")
-    more = FailingDriver(tmp_path, *options, f"-DMAPS={MAPS_BYTES}", "-DMORE=2")
-    refuses_revision(more, r"flash_kda_schedule takes 3 parameters, not 1$")
-    fewer = FailingDriver(tmp_path, *options, "-DMAPS=0")
-    refuses_revision(fewer, r"flash_kda_fused takes 1 parameters, not 2$")
-    for failing in (more, fewer):
-        assert failing.driver.stand_in_asked_beyond() == 0
+        assert failing.driver.stand_in_asked_beyond() == asked
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
     failing = FailingDriver(tmp_path, "-DOLD")
     for _ in range(2):
         with pytest.raises(errors.DriverNotFoundError) as info:
-            failing.launcher.open_module(IMAGE, 0)
+            failing.launcher.open_module(IMAGE, 0, True)
         assert "has no cuLibraryLoadData: the NVIDIA driver is too old" in str(info.value)
 
 
@@ -559,4 +549,4 @@ def test_a_driver_that_is_missing(failing: FailingDriver, tmp_path: Path) -> Non
     launcher = abi.Launcher(copy)
     for _ in range(2):
         with pytest.raises(errors.DriverNotFoundError, match=r"cannot open libcuda\.so\.1 \(the"):
-            launcher.open_module(IMAGE, 0)
+            launcher.open_module(IMAGE, 0, True)

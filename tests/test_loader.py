@@ -133,10 +133,11 @@ class Machine:
             raise driver.DriverCallFailed("cuDeviceGet", 101, "CUDA_ERROR_INVALID_DEVICE")
         return self.gpus[index]
 
-    def open_module(self, image: bytes, device: int) -> int:
+    def open_module(self, image: bytes, device: int, vouched_for: bool) -> int:
         if self.refusal is not None:
             raise self.refusal
         self.opened.append((image, device))
+        assert vouched_for == ("FLASH_KDA_CUBIN" not in os.environ)
         return 1000 + device
 
     def load(self, index: int = 0) -> loader.Module:
@@ -685,12 +686,12 @@ def test_a_call_that_interrupts_loading(machine: Machine, monkeypatch: pytest.Mo
     """As one of a signal handler may: neither waits for the other, and both use one module."""
     interrupting: list[loader.Module] = []
 
-    def open_module(image: bytes, device: int) -> int:
+    def open_module(image: bytes, device: int, vouched_for: bool) -> int:
         if not machine.opened:
-            machine.open_module(image, device)
+            machine.open_module(image, device, vouched_for)
             signal.raise_signal(signal.SIGUSR1)
             return 1
-        return machine.open_module(image, device) + 1
+        return machine.open_module(image, device, vouched_for) + 1
 
     monkeypatch.setattr(abi, "open_module", open_module)
     with handler(lambda: interrupting.append(machine.load())):

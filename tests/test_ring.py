@@ -241,14 +241,27 @@ class Ring:
             if not is_state:
                 yield from self.hand_over(cta, index)
 
+    def is_full(self, cta: int, index: int) -> bool:
+        turn, stage = divmod(index, self.stages)
+        return self.full[cta][stage].over(turn)
+
     def chain(self, cta: int) -> Waits:
+        known = 0  # stages to come of which it need not ask any more whether they are full
         for index, kind in enumerate(self.kinds):
-            turn, stage = divmod(index, self.stages)
-            yield lambda at=stage, n=turn: self.full[cta][at].over(n)
+            if known == 0:
+                yield lambda n=index: self.is_full(cta, n)
+            known = max(known - 1, 0)
             self.look(cta, index, "state" if kind == STATE else "record")
             yield lambda: True
+            if known == 0:
+                # Asked before this stage is let go; behind a piece for all that a state takes.
+                known = int(self.is_full(cta, index + 1))
+                ahead = range(index + 1, index + 1 + STATE_STAGES)
+                if kind == CHUNK and self.kinds[ahead.start : ahead.stop] == STATE * STATE_STAGES:
+                    known = STATE_STAGES if all(self.is_full(cta, n) for n in ahead) else known
+            yield lambda: True
             self.read[cta][index] += 1
-            self.empty[stage].arrive()
+            self.empty[index % self.stages].arrive()
 
 
 # Of pieces: the stages in which a state comes, and the chunks.

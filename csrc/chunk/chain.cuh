@@ -105,7 +105,7 @@ class Chain {
       const auto late = [&] {
         if constexpr (kOutputs) write_output(pieces);
         fetch_value(last_value());
-        // Asked for only once the step is over, the answer would be waited for.
+        // If it were asked for once the step is over, the answer would be waited for.
         RingPosition<Ring::kStages> next = position_;
         next.advance();
         landed_ = ring_.landed(next.stage, next.parity);
@@ -141,7 +141,8 @@ class Chain {
     landed_ = ring_.landed(position_.stage, position_.parity);
   }
 
-  // Whether all of that is there. Called before it, where the answer comes sooner.
+  // Finds out whether all is there that take() is to read next, so that take() need not wait for
+  // the answer.
   template <int kCount>
   __device__ __forceinline__ void look_for() {
     RingPosition<Ring::kStages> next = position_;

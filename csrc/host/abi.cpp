@@ -40,13 +40,13 @@ FLASH_KDA_EXPORT int32_t flash_kda_path_count(void) { return kPathCount; }
 FLASH_KDA_EXPORT const char* flash_kda_path_name(int32_t path) { return path_name(path); }
 
 FLASH_KDA_EXPORT int32_t flash_kda_open(const void* image, uint64_t size, int32_t device,
-                                        uint64_t* module) {
+                                        int32_t vouched_for, uint64_t* module) {
   return guarded([&] {
     if (image == nullptr || size < 64) {
       fail(FLASH_KDA_INVALID_ARGUMENT, "the cubin has %llu bytes, too few to be one",
            static_cast<unsigned long long>(size));
     }
-    *module = reinterpret_cast<uint64_t>(open_module(image, device));
+    *module = reinterpret_cast<uint64_t>(open_module(image, device, vouched_for != 0));
   });
 }
 

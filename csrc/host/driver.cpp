@@ -9,13 +9,8 @@ namespace flash_kda::host {
 namespace {
 
 template <class Function>
-void resolve_if_present(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-}
-
-template <class Function>
 void resolve(void* library, const char* name, Function& function) {
-  resolve_if_present(library, name, function);
+  function = reinterpret_cast<Function>(dlsym(library, name));
   if (function == nullptr) {
     fail(FLASH_KDA_NO_DRIVER, "libcuda.so.1 has no %s: the NVIDIA driver is too old", name);
   }
@@ -40,8 +35,8 @@ Driver open_driver() {
   resolve(library, "cuLibraryGetKernel", d.LibraryGetKernel);
   resolve(library, "cuKernelGetFunction", d.KernelGetFunction);
   resolve(library, "cuFuncSetAttribute", d.FuncSetAttribute);
-  resolve_if_present(library, "cuFuncGetParamInfo", d.FuncGetParamInfo);
-  resolve_if_present(library, "cuFuncGetParamCount", d.FuncGetParamCount);
+  d.FuncGetParamInfo =
+      reinterpret_cast<decltype(d.FuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
   resolve(library, "cuTensorMapEncodeTiled", d.TensorMapEncodeTiled);
   resolve(library, "cuLaunchKernelEx", d.LaunchKernelEx);
   resolve(library, "cuThreadExchangeStreamCaptureMode", d.ThreadExchangeStreamCaptureMode);

@@ -21,7 +21,6 @@ struct Driver {
   CUresult (*KernelGetFunction)(CUfunction*, CUkernel);
   CUresult (*FuncSetAttribute)(CUfunction, CUfunction_attribute, int);
   CUresult (*FuncGetParamInfo)(CUfunction, size_t, size_t*, size_t*);  // null before CUDA 12.4
-  CUresult (*FuncGetParamCount)(CUfunction, size_t*);                  // null in CUDA 13.0
   CUresult (*TensorMapEncodeTiled)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                                    const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of a signature or of flash_kda_forward_args. */
-#define FLASH_KDA_ABI_VERSION 3
+#define FLASH_KDA_ABI_VERSION 4
 
 #define FLASH_KDA_OK 0
 #define FLASH_KDA_INVALID_ARGUMENT 1
@@ -69,8 +69,10 @@ int32_t flash_kda_path_count(void);
 const char* flash_kda_path_name(int32_t path);
 
 /* Loads a cubin on a device (driver ordinal) in its primary context. The module stays loaded for
- * the life of the process. */
-int32_t flash_kda_open(const void* image, uint64_t size, int32_t device, uint64_t* module);
+ * the life of the process. vouched_for: whether it is known to belong to this launcher; of another
+ * it is asked whether its kernels take the parameters that they will be given. */
+int32_t flash_kda_open(const void* image, uint64_t size, int32_t device, int32_t vouched_for,
+                       uint64_t* module);
 
 /* Enqueues one forward pass. Copies `args`; touches device memory only through the stream. */
 int32_t flash_kda_forward(uint64_t module, const flash_kda_forward_args* args);

@@ -19,7 +19,8 @@ struct Module {
   CUfunction chain[kPathCount];               // the kernel with the outputs of each path
 };
 
-// Never freed: kernels may still be running when the process ends.
-Module* open_module(const void* image, int32_t device);
+// Never freed: kernels may still be running when the process ends. `vouched_for`: whether the image
+// is known to have been made with this launcher.
+Module* open_module(const void* image, int32_t device, bool vouched_for);
 
 }  // namespace flash_kda::host

@@ -92,7 +92,7 @@ class Jobs {
             __shfl_sync(kWarpMask, share.last_begin, 0)};
   }
 
-  // As it is loaded: what is made of it is waited for.
+  // Loads only. look_up() shuffles later: here the shuffles would wait for the loads.
   __device__ __forceinline__ void look_ahead() {
     if (p_.cu_seqlens == nullptr) return;
     begin_ahead_ = p_.sequence_start[sequence_];
