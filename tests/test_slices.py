@@ -1063,14 +1063,15 @@ def test_any_shares(program: Path, call: Call, clusters: int) -> None:
     check(call, result, "fused", clusters=min(clusters, MOST_CLUSTERS))
 
 
-def test_shares_of_thousands(program: Path) -> None:
-    """More sequences than the schedule has threads, and the longest among the later ones."""
-    generator = random.Random(3)
-    lengths = [generator.choice((0, 0, 1, 5, 16, 33, 90)) for _ in range(2500)]
-    for longest in (0, 900, 5000, 20000):
-        lengths[1700] = longest
+@pytest.mark.parametrize("count", [1022, 1023, 1024, 1025, 2047, 2048, 2500])
+def test_shares_of_thousands(program: Path, count: int) -> None:
+    """As many sequences as the schedule has threads or more, and the longest among the later."""
+    generator = random.Random(count)
+    lengths = [generator.choice((0, 0, 1, 5, 16, 33, 90)) for _ in range(count)]
+    for longest, where in ((0, 700), (900, count - 1), (5000, 1000), (20000, count - 3)):
+        lengths[where] = longest
         bounds = np.cumsum([0, *lengths]).tolist()
-        call = Call(1, 1, bounds[-1], bounds, Pool(2**41, 2500), Pool(2**42, 2500))
+        call = Call(1, 1, bounds[-1], bounds, Pool(2**41, count), Pool(2**42, count))
         result = json.loads(run(program, call, "fused", sms=132, mode=LIST_CHAINS))
         check(call, result, "fused", clusters=66)
 
