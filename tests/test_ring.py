@@ -256,8 +256,8 @@ class Ring:
             if known == 0:
                 # Asked before this stage is let go; behind a piece for all that a state takes.
                 known = int(self.is_full(cta, index + 1))
-                ahead = range(index + 1, index + 1 + STATE_STAGES)
-                if kind == CHUNK and self.kinds[ahead.start : ahead.stop] == STATE * STATE_STAGES:
+                if kind == CHUNK and self.kinds.startswith(STATE * STATE_STAGES, index + 1):
+                    ahead = range(index + 1, index + 1 + STATE_STAGES)
                     known = STATE_STAGES if all(self.is_full(cta, n) for n in ahead) else known
             yield lambda: True
             self.read[cta][index] += 1

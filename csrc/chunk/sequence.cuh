@@ -43,4 +43,17 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
   run_sequence(p, chain, s, slice, first_row, lane, [](auto&, int, const StateAddress&) {});
 }
 
+// All of it, from the slice's initial state to its final one. `store_between`: as above, or none.
+template <class Chain, class Slice, class... StoreBetween>
+__device__ __forceinline__ void run_from_state_to_state(const ForwardParams& p, Chain& chain,
+                                                        const Slice& slice, int first_row, int lane,
+                                                        StoreBetween... store_between) {
+  typename Chain::State s;
+  chain.begin(slice, first_row, true);
+  load_state<Chain::kFours>(s, slice.initial(p, first_row), lane);
+  run_sequence(p, chain, s, slice, first_row, lane, store_between...);
+  // Found only now: there are no registers to keep it in.
+  store_state<Chain::kFours>(s, slice.final(p, first_row), lane);
+}
+
 }  // namespace flash_kda

@@ -22,15 +22,10 @@ __device__ __forceinline__ void recurrence(const ForwardParams& p, RecurrenceSme
   const ChainSlice slice(ranked_sequence(p, rank), job - rank * p.heads);
   if (warp < kShape.warps) {
     if constexpr (kShape.moves_registers()) cutlass::arch::warpgroup_reg_alloc<kChainRegisters>();
-    using WarpChain =
-        Chain<CopiedRing<kShape>, MmaStep<kShape.tiles>, typename RecurrenceMemory<kShape>::Warp>;
-    WarpChain chain(p, {smem}, smem.warp[warp]);
-    typename WarpChain::State s;
+    Chain<CopiedRing<kShape>, MmaStep<kShape.tiles>, typename RecurrenceMemory<kShape>::Warp> chain(
+        p, {smem}, smem.warp[warp]);
     const int row = first_row + warp * kShape.rows_per_warp();
-    chain.begin(slice, row, true);
-    load_state(s, slice.initial(p, row), lane);
-    run_sequence(p, chain, s, slice, row, lane);
-    store_state(s, slice.final(p, row), lane);
+    run_from_state_to_state(p, chain, slice, row, lane);
   } else {
     if constexpr (kShape.moves_registers())
       cutlass::arch::warpgroup_reg_dealloc<kHelperRegisters>();

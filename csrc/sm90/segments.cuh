@@ -54,19 +54,14 @@ __device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kSha
   const int first_row = (blockIdx.x - job * kShape.slices()) * kShape.rows();
   const ChainSlice slice = ChainSlice::of_job(p, job);
   with_copied_records<kShape, true>(p, smem, slice, [&](int warp, int lane) {
-    using WarpChain = WalkChain<kShape, true>;
-    WarpChain chain(p, {smem}, smem.warp[warp]);
-    typename WarpChain::State s;
+    WalkChain<kShape, true> chain(p, {smem}, smem.warp[warp]);
     const int row = first_row + warp * kShape.rows_per_warp();
-    chain.begin(slice, row, true);
-    load_state(s, slice.initial(p, row), lane);
-    run_sequence(
-        p, chain, s, slice, row, lane, [&](const auto& s, int step, const StateAddress& to) {
+    run_from_state_to_state(
+        p, chain, slice, row, lane, [&](const auto& s, int step, const StateAddress& to) {
           const long long pair =
               static_cast<long long>(slice.range.first_record + step) * p.heads + slice.head;
           store_between(chain, s, p.middles + pair * MiddleRecord::kBytes, to, lane);
         });
-    store_state(s, slice.final(p, row), lane);
   });
 }
 
