@@ -7,14 +7,15 @@
 namespace flash_kda {
 
 // `s`: the state before the sequence, on which the chain has begun; becomes the state after it.
-// Where a chain takes several chunks a step, `store_between(s, step, checkpoint)` leaves the state
-// after the first chunk of the step to come.
+// `checkpoints`: those of the slice, of which none has been left. The last step's output is still
+// to be written, by chain.finish(). Where a chain takes several chunks a step, `store_between(s,
+// step, checkpoint)` leaves the state after the first chunk of the step to come.
 template <class Chain, class Slice, class StoreBetween>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
                                              typename Chain::State& s, const Slice& slice,
-                                             int first_row, int lane, StoreBetween store_between) {
+                                             Checkpoints& checkpoints, int first_row, int lane,
+                                             StoreBetween store_between) {
   const int length = slice.range.tokens.length;
-  Checkpoints checkpoints(p, slice.range.tokens, lane);
   // Stops at each checkpoint and at the end, outside the loop over chunks.
 #pragma unroll 1
   for (;;) {
@@ -32,28 +33,31 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
     }
     checkpoints.advance(p, lane);
   }
-  chain.finish();
 }
 
 template <class Chain, class Slice>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
                                              typename Chain::State& s, const Slice& slice,
-                                             int first_row, int lane) {
+                                             Checkpoints& checkpoints, int first_row, int lane) {
   static_assert(Chain::kTokens == kChunk, "there is nothing between chunks");
-  run_sequence(p, chain, s, slice, first_row, lane, [](auto&, int, const StateAddress&) {});
+  run_sequence(p, chain, s, slice, checkpoints, first_row, lane,
+               [](auto&, int, const StateAddress&) {});
 }
 
-// All of it, from the slice's initial state to its final one. `store_between`: as above, or none.
+// All of it, from the slice's initial state, on which the chain has begun, to its final one.
+// `store_between`: as above, or none.
 template <class Chain, class Slice, class... StoreBetween>
 __device__ __forceinline__ void run_from_state_to_state(const ForwardParams& p, Chain& chain,
-                                                        const Slice& slice, int first_row, int lane,
-                                                        StoreBetween... store_between) {
+                                                        const Slice& slice,
+                                                        Checkpoints& checkpoints, int first_row,
+                                                        int lane, StoreBetween... store_between) {
   typename Chain::State s;
-  chain.begin(slice, first_row, true);
   load_state<Chain::kFours>(s, slice.initial(p, first_row), lane);
-  run_sequence(p, chain, s, slice, first_row, lane, store_between...);
-  // Found only now: there are no registers to keep it in.
-  store_state<Chain::kFours>(s, slice.final(p, first_row), lane);
+  run_sequence(p, chain, s, slice, checkpoints, first_row, lane, store_between...);
+  // Found only now, there are no registers to keep it in; but before finish(), which waits.
+  const StateAddress to = slice.final(p, first_row);
+  chain.finish();
+  store_state<Chain::kFours>(s, to, lane);
 }
 
 }  // namespace flash_kda

@@ -68,6 +68,11 @@ struct ChainSlice {
 
   __device__ __forceinline__ StateAddress final(const ForwardParams& p, int row) const {
     if (segment + 1 < p.segments) return {nullptr, kAbsent, false};
+    return kept(p, row);
+  }
+
+  // The caller's final state.
+  __device__ __forceinline__ StateAddress kept(const ForwardParams& p, int row) const {
     return state(p, p.final_state, p.final_stride, p.final_dtype, p.final_vectorised,
                  slot(p, p.final_slots), row);
   }
@@ -115,6 +120,10 @@ class Checkpoints {
   __device__ __forceinline__ Checkpoints(const ForwardParams& p, const TokenRange& tokens, int lane)
       : begin_(static_cast<long long>(tokens.batch) * p.tokens + tokens.begin),
         length_(tokens.length) {
+    if (p.checkpoints == 0) {
+      tokens_ = kNone;
+      return;
+    }
     next_ = count_at_most([&](int c) { return offset(p, c); }, p.checkpoints, begin_, lane);
     known_end_ = next_;
     find(p, lane);

@@ -25,7 +25,9 @@ __device__ __forceinline__ void recurrence(const ForwardParams& p, RecurrenceSme
     Chain<CopiedRing<kShape>, MmaStep<kShape.tiles>, typename RecurrenceMemory<kShape>::Warp> chain(
         p, {smem}, smem.warp[warp]);
     const int row = first_row + warp * kShape.rows_per_warp();
-    run_from_state_to_state(p, chain, slice, row, lane);
+    chain.begin(slice, row, true);
+    Checkpoints checkpoints(p, slice.range.tokens, lane);
+    run_from_state_to_state(p, chain, slice, checkpoints, row, lane);
   } else {
     if constexpr (kShape.moves_registers())
       cutlass::arch::warpgroup_reg_dealloc<kHelperRegisters>();

@@ -26,7 +26,8 @@ template <const RecurrenceShape& kShape, bool kOutputs>
 using WalkChain = Chain<CopiedRing<kShape>, WgmmaStep<kShape.record_tokens, kOutputs>,
                         typename RecurrenceMemory<kShape>::Warp>;
 
-// Calls compute(warp, lane) in the computing warps, while another copies the slice's records.
+// Calls compute(warp, lane) in the computing warps, while another copies the slice's records, once
+// the launch before is over.
 template <const RecurrenceShape& kShape, bool kOutputs, class Compute>
 __device__ __forceinline__ void with_copied_records(const ForwardParams& p,
                                                     RecurrenceSmem<kShape>& smem,
@@ -43,21 +44,29 @@ __device__ __forceinline__ void with_copied_records(const ForwardParams& p,
   } else {
     if constexpr (kShape.moves_registers())
       cutlass::arch::warpgroup_reg_dealloc<kHelperRegisters>();
-    if (warp == kShape.warps && lane == 0) copy_records<kShape, kOutputs>(p, smem, slice);
+    if (warp == kShape.warps && lane == 0) {
+      wait_for_previous_launch();
+      copy_records<kShape, kOutputs>(p, smem, slice);
+    }
   }
 }
 
+// Until the launch before is over, walk and affine do what depends on the call's tensors alone.
 template <const RecurrenceShape& kShape>
 __device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kShape>& smem) {
-  wait_for_previous_launch();
+  if (p.cu_seqlens != nullptr) wait_for_previous_launch();  // where sequences lie
   const int job = blockIdx.x / kShape.slices();
   const int first_row = (blockIdx.x - job * kShape.slices()) * kShape.rows();
   const ChainSlice slice = ChainSlice::of_job(p, job);
   with_copied_records<kShape, true>(p, smem, slice, [&](int warp, int lane) {
     WalkChain<kShape, true> chain(p, {smem}, smem.warp[warp]);
     const int row = first_row + warp * kShape.rows_per_warp();
+    chain.begin(slice, row, true);
+    Checkpoints checkpoints(p, slice.range.tokens, lane);
+    wait_for_previous_launch();  // for the state
     run_from_state_to_state(
-        p, chain, slice, row, lane, [&](const auto& s, int step, const StateAddress& to) {
+        p, chain, slice, checkpoints, row, lane,
+        [&](const auto& s, int step, const StateAddress& to) {
           const long long pair =
               static_cast<long long>(slice.range.first_record + step) * p.heads + slice.head;
           store_between(chain, s, p.middles + pair * MiddleRecord::kBytes, to, lane);
@@ -68,7 +77,7 @@ __device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kSha
 // The first CTAs of a job carry B, the others M.
 template <const RecurrenceShape& kShape>
 __device__ __forceinline__ void affine(const ForwardParams& p, RecurrenceSmem<kShape>& smem) {
-  wait_for_previous_launch();
+  if (p.cu_seqlens != nullptr) wait_for_previous_launch();
   constexpr int kParts = kCarried * kShape.slices();
   const int job = blockIdx.x / kParts, part = blockIdx.x - job * kParts;
   const int which = part / kShape.slices();

@@ -103,6 +103,12 @@ class Threads {
     if ((p.cu_seqlens != nullptr || p.shares != nullptr) && !threads_[current_].waited)
       fail("does not wait for the schedule");
   }
+  // Before something is read: what lies in the workspace is of a launch before.
+  void check_that_is_there(int64_t address) const {
+    if (address >= workspace_begin && address < workspace_end && !threads_[current_].waited)
+      fail("does not wait for the launch before");
+  }
+  int64_t workspace_begin = 0, workspace_end = 0;
 
   // Before other warps are told that states are there. A shuffle orders nothing.
   void check_that_stores_are_ordered() const {

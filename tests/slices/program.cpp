@@ -428,6 +428,8 @@ int main() {
     const Guarded workspace(static_cast<size_t>((needed + 255) / 256 * 256));
     args.workspace = workspace.address();
     args.workspace_bytes = needed;
+    device::threads.workspace_begin = static_cast<int64_t>(args.workspace);
+    device::threads.workspace_end = device::threads.workspace_begin + needed;
     std::memset(workspace.data(), 0xa5,
                 static_cast<size_t>(plan.schedule_bytes + plan.share_bytes));
     args.cu_seqlens = bounds.address();

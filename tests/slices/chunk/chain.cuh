@@ -13,6 +13,7 @@ using State = float[1][kStateTiles][4];
 
 template <bool = false>
 void load_state(State&, const StateAddress& from, int) {
+  device::threads.check_that_is_there(device::address(from.base));
   device::threads.record(
       {device::kLoad, device::address(from.base), from.dtype, from.vectorised ? 1 : 0});
 }

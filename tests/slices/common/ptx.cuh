@@ -16,6 +16,7 @@ inline void bulk_load(void* shared, const void* global, unsigned bytes,
                       unsigned long long* barrier) {
   if (device::expected.barrier != barrier || device::expected.bytes < bytes)
     device::fail("a copy that its barrier does not expect");
+  device::threads.check_that_is_there(device::address(global));
   device::expected.bytes -= bytes;
   device::threads.record({device::kCopy, device::address(shared), device::address(global), bytes,
                           device::address(barrier)});
@@ -60,6 +61,7 @@ inline void bulk_store_wait_read() {}
 inline void copy_async_wait_all() {}
 inline void fence_async_shared() {}
 inline void stay_behind_wait() {}
+inline void keep_in_register(int&) {}
 constexpr int kArrivalsOfWarp = 1;
 inline bool arrives(int lane) { return lane == 0; }
 inline void arrive_if(unsigned long long*, bool) {}
