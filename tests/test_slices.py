@@ -40,7 +40,7 @@ WITHOUT_QUERIES = (
 SHARE_BYTES, STATE_WARPS, MOST_CLUSTERS = 16, 8, 72
 CHAIN_COST = 4  # what a chain takes beside its chunks, as so many chunks
 STATE_STAGES, STATE_ROWS = 3, 22  # of the ring, and of a state in one of them
-STATE_ROW_BYTES = 4 * DIM + 32  # in a stage
+STATE_ROW = DIM + DIM // 8  # elements, of a row in a stage
 PATHS = {"fused": 3, "segments": 4}  # as host/plan.h numbers them
 RECORD_TOKENS = {"fused": CHUNK, "segments": PAIR}
 STATE_MAP = ("state", "map")  # of a segment in the workspace; of the first one the map is a copy
@@ -473,8 +473,8 @@ class Expected:
         events: list[Event] = [["load", *initial]]
         if self.state_stages(job):
             assert self.call.initial is not None
-            read = ["read", job.first % FUSED.stages, self.call.initial.dtype, row % 64]
-            events = [read, *([events[0]] if initial == [None] else [])]
+            place, dtype = job.first % FUSED.stages, self.call.initial.dtype
+            events = [["read", place, dtype, row % 64, int(initial != [None])]]
         for index, tokens in self.checkpoints(job) if kept else []:
             events += self.kept(job, row, index, tokens)
         return [*events, ["run", len(self.part(job))], ["finish"], ["store", *final]]
@@ -771,8 +771,8 @@ def check_sent(
             cta, own = divmod(row, DIM // FUSED.cluster)
             part, place = divmod(own, STATE_ROWS)
             stage = (job.first + part) % FUSED.stages
-            to = smem.stage(stage) + STATE_ROW_BYTES * place
-            size = DIM * ELEMENT[state[1]]
+            to = smem.stage(stage) + ELEMENT[state[1]] * STATE_ROW * place
+            size = ELEMENT[state[1]] * DIM
             copies.append(["send", cta, to, state[0], size, smem.barrier(smem.full, stage)])
     assert sorted(sent) == sorted(copies)
 

@@ -190,10 +190,18 @@ __device__ __forceinline__ void prefetch_line(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
-// Two floats, by an instruction that the compiler does not join with another.
+// Two floats, by an instruction that the compiler does not join with another; and 16 bytes.
 template <int kOffset>
 __device__ __forceinline__ void load_pair(float& x, float& y, const void* from) {
   asm volatile("ld.v2.f32 {%0, %1}, [%2 + %3];" : "=f"(x), "=f"(y) : "l"(from), "n"(kOffset));
+}
+template <int kOffset>
+__device__ __forceinline__ uint4 load_four(const void* from) {
+  uint4 x;
+  asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from), "n"(kOffset));
+  return x;
 }
 
 // 16 bytes global -> shared; zeros when `valid` is false (then nothing is read).

@@ -95,6 +95,7 @@ template <const FusedShape& kShape>
 __device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& maps,
                                       FusedSmem<kShape>& smem) {
   with_records<kShape>(p, maps, smem, [&](int turn, int cta, int warp, int lane) {
+    keep_in_register(lane);
     using WarpChain = Chain<RecordRing<kShape>, WgmmaStep<kChunk, true>, FusedWarpMemory>;
     WarpChain chain(p, {smem}, smem.warp[warp]);
     typename WarpChain::State s;
@@ -116,18 +117,21 @@ __device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& map
       if (piece.state_stages(p) == 0) {
         load_state<true>(s, piece.initial(p, first_row), lane);
       } else {
+        const bool present =
+            p.state_indices == nullptr || piece.given(p, first_row).dtype != kAbsent;
         chain.template take<kStateStages>([&](const auto& ring, int first) {
-          read_state<kShape>(s, ring, first, p.initial_dtype, kRowsOfWarp * warp, lane);
+          read_state<kShape>(s, ring, first, p.initial_dtype, kRowsOfWarp * warp, present, lane);
         });
-        if (p.state_indices != nullptr && piece.given(p, first_row).dtype == kAbsent)
-          load_state<true>(s, {nullptr, kAbsent, false}, lane);
       }
-      run_sequence(p, chain, s, piece, first_row, lane);
+      Checkpoints checkpoints(p, piece.range.tokens, lane);
+      run_sequence(p, chain, s, piece, checkpoints, first_row, lane);
       // Behind the stores this would be waited for.
       jobs.look_up();
       chain.template look_for<kStateStages>();
-      // Found only now: there are no registers to keep it in.
-      store_state<true>(s, piece.final(p, first_row), lane);
+      // Found only now, there are no registers to keep it in; but before finish(), which waits.
+      const StateAddress to = piece.final(p, first_row);
+      chain.finish();
+      store_state<true>(s, to, lane);
     }
   });
 }

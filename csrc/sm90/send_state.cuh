@@ -15,7 +15,7 @@ __device__ __forceinline__ void send_state(const ForwardParams& p, FusedSmem<kSh
                                            int stage, const Piece& piece, int part, int to_cta,
                                            int own_cta, int lane) {
   static_assert(kStateStages * kStateRowsOfStage >= kShape.slice_rows() &&
-                    kStateRowsOfStage * kStateRowBytes <= sizeof smem.stage[0],
+                    kStateRowsOfStage * state_row_bytes(kFloat32) <= sizeof smem.stage[0],
                 "all rows fit");
   const int first = part * kStateRowsOfStage;
   const int rows = min(kStateRowsOfStage, kShape.slice_rows() - first);
@@ -29,8 +29,8 @@ __device__ __forceinline__ void send_state(const ForwardParams& p, FusedSmem<kSh
     expect_bytes(to_cta, &smem.full[stage], present && lane == 0 ? rows * row_bytes : 0);
   __syncwarp();
   if (present && lane < rows) {
-    bulk_load_to(to_cta, smem.stage[stage].record + lane * kStateRowBytes, from.base, row_bytes,
-                 &smem.full[stage]);
+    bulk_load_to(to_cta, smem.stage[stage].record + lane * state_row_bytes(from.dtype), from.base,
+                 row_bytes, &smem.full[stage]);
   }
   __syncwarp();
 }

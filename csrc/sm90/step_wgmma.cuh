@@ -219,12 +219,19 @@ class WgmmaStep {
   }
 
   // Volatile, so that it stays behind the products above: a multiplication that waits for its
-  // decay among them would hold up those to come.
+  // decay among them would hold up those to come. In steps of one chunk volatile for ptxas, too,
+  // which orders these loads otherwise, and longer steps (docs/performance.md).
   static __device__ __forceinline__ float4 load_after_products(unsigned shared) {
     float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(shared));
+    if constexpr (kTokens == kChunk) {
+      asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                   : "r"(shared));
+    } else {
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                   : "r"(shared));
+    }
     return x;
   }
 
