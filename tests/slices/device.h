@@ -82,6 +82,7 @@ class Threads {
         if (threads_[warp].done != threads_[0].done) fail("some warps end while others wait");
       }
     } while (!threads_[0].done);
+    show(true);
   }
 
   // What every thread of the warp has brought.
@@ -96,7 +97,16 @@ class Threads {
   }
   int lane() const { return current_ % kWarp; }
 
-  void wait_for_previous_launch() { threads_[current_].waited = true; }
+  void wait_for_previous_launch() {
+    threads_[current_].waited = true;
+    show(true);
+  }
+  // From now on threads that have not waited find zeros there, as if the launch before that makes
+  // it had not come so far.
+  void hide(void* memory, size_t bytes) {
+    hidden_ = static_cast<char*>(memory);
+    kept_.resize(bytes);
+  }
   // Before anything is done that depends on it.
   template <class Params>
   void check_that_schedule_is_there(const Params& p) const {
@@ -139,12 +149,24 @@ class Threads {
 
   static void enter();
 
+  void show(bool shown) {
+    if (shown == shown_) return;
+    shown_ = shown;
+    if (shown) {
+      std::copy_n(kept_.data(), kept_.size(), hidden_);
+    } else {
+      std::copy_n(hidden_, kept_.size(), kept_.data());
+      std::fill_n(hidden_, kept_.size(), '\0');
+    }
+  }
+
   // Up to the next meeting. What is brought to the one after it must not replace what was brought
   // to this one, which others are still to read.
   void run_warp(int first, int warp, int size) {
     round_ ^= 1;
     for (current_ = warp; current_ < warp + size; ++current_) {
       threadIdx.x = static_cast<unsigned>(first + current_);
+      show(threads_[current_].waited);
       swapcontext(&main_, &threads_[current_].context);
     }
     const Thread& leader = threads_[warp];
@@ -156,6 +178,9 @@ class Threads {
   }
 
   Thread threads_[kMost];
+  char* hidden_ = nullptr;
+  std::vector<char> kept_;  // what it holds
+  bool shown_ = true;
   ucontext_t main_;
   std::function<void()> body_;
   int current_ = 0;

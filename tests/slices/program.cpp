@@ -306,6 +306,7 @@ void print_records(const ForwardParams& p, int count) {
     TokenRange tokens[32];
     device::threads.run(32, 0, [&] {
       const int lane = static_cast<int>(threadIdx.x);
+      device::threads.wait_for_previous_launch();
       tokens[lane] = record_tokens(p, record, lane);
     });
     for (const TokenRange& other : tokens) {
@@ -445,12 +446,15 @@ int main() {
 
     if (request.mode == kCombine) {
       std::memcpy(launches.back().params.carried, carried.data(), carried.bytes());
+      device::threads.hide(launches.back().params.carried, carried.bytes());
       for (const Launch& launch : launches) {
         if (launch.kernel == kCombineKernel) combine(launch);
       }
       std::fwrite(launches.back().params.carried, 1, carried.bytes(), stdout);
       return;
     }
+    device::threads.hide(workspace.data(),
+                         static_cast<size_t>(plan.schedule_bytes + plan.share_bytes));
     std::printf("{\"workspace\":%lld,\"workspace_bytes\":%lld,\"schedule_bytes\":%lld,",
                 static_cast<long long>(args.workspace), static_cast<long long>(needed),
                 static_cast<long long>(plan.schedule_bytes));
