@@ -54,8 +54,8 @@ struct ChainSlice {
   // initial state may be gone already, if both are one tensor; so the first segment's is a copy.
   __device__ __forceinline__ StateAddress initial(const ForwardParams& p, int row) const {
     if (p.segments == 1) return given(p, row);
-    // Without tokens the state stays as it is, in every bit; the maps would add its elements to
-    // zeros.
+    // Without tokens the state stays as it is, in every bit (NaNs in bf16 aside); the maps would
+    // add its elements to zeros.
     return segment == 0 || empty ? carried(p, 0, kCarriedMap, row)
                                  : carried(p, segment - 1, kCarriedState, row);
   }
@@ -68,11 +68,11 @@ struct ChainSlice {
 
   __device__ __forceinline__ StateAddress final(const ForwardParams& p, int row) const {
     if (segment + 1 < p.segments) return {nullptr, kAbsent, false};
-    return kept(p, row);
+    return wanted(p, row);
   }
 
   // The caller's final state.
-  __device__ __forceinline__ StateAddress kept(const ForwardParams& p, int row) const {
+  __device__ __forceinline__ StateAddress wanted(const ForwardParams& p, int row) const {
     return state(p, p.final_state, p.final_stride, p.final_dtype, p.final_vectorised,
                  slot(p, p.final_slots), row);
   }

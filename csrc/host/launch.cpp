@@ -153,8 +153,9 @@ class Launcher {
   Launcher(CUstream stream, ForwardParams& params, RowMaps& maps)
       : stream_(stream), arguments_{&params, &maps} {}
 
-  // Every launch but the first may begin while the one before it drains; the kernels wait for it
-  // before they read what it wrote.
+  // Every launch but the first may begin while the one before it drains, and does what does not
+  // depend on it; the kernels wait for it before they read what it wrote. The first must not:
+  // others rely on it that the workspace and the caller's tensors are theirs.
   void operator()(CUfunction kernel, int64_t ctas, int threads, int smem_bytes, const char* name) {
     CUlaunchAttribute overlap{};
     overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;

@@ -13,7 +13,8 @@ namespace flash_kda::sm90 {
 using Barrier = cutlass::arch::ClusterBarrier;
 
 // A state on its way to a chain takes kStateStages stages, so many rows in each, with a gap of an
-// eighth behind each for the sake of banks: of rows of fp32 two are read at once, of bf16 four.
+// eighth behind each for the sake of banks: of rows of fp32 two are read at once, of bf16 four, if
+// no stage ends between.
 constexpr int kStateRowsOfStage = 22;
 __device__ __forceinline__ constexpr int state_row_bytes(int dtype) {
   return (dtype == kFloat32 ? 4 : 2) * (kHeadDim + kHeadDim / 8);

@@ -74,7 +74,9 @@ __device__ __forceinline__ void walk(const ForwardParams& p, RecurrenceSmem<kSha
   });
 }
 
-// The first CTAs of a job carry B, the others M.
+// The first CTAs of a job carry B, the others M. What it writes before it waits nobody reads any
+// more: a call's first launch begins when the call before is over, and prepare_pairs has nothing to
+// do with what segments carry.
 template <const RecurrenceShape& kShape>
 __device__ __forceinline__ void affine(const ForwardParams& p, RecurrenceSmem<kShape>& smem) {
   if (p.cu_seqlens != nullptr) wait_for_previous_launch();
@@ -107,6 +109,7 @@ __device__ __forceinline__ void affine(const ForwardParams& p, RecurrenceSmem<kS
       store_state(s, slice.carried(p, slice.segment, which, row), lane);
     });
   }
+  // In effect from the beginning: helper warps that have nothing to do come here at once.
   allow_next_launch();
 }
 

@@ -23,7 +23,7 @@ struct Piece : ChainSlice {
     return is_taken() ? carried(p, taken_from, row) : given(p, row);
   }
   __device__ __forceinline__ StateAddress final(const ForwardParams& p, int row) const {
-    return is_handed_on() ? carried(p, handed_on, row) : kept(p, row);
+    return is_handed_on() ? carried(p, handed_on, row) : wanted(p, row);
   }
 
  private:
