@@ -21,6 +21,8 @@ from .errors import (
 try:
     import torch as _torch  # noqa: F401  (asked for first, to say what is missing)
 except ModuleNotFoundError as _error:
+    if _error.name != "torch":  # something that torch needs, which its own error names
+        raise
     raise ImportError(
         "flash_kda needs torch 2.4 or newer, which is not installed: pip install 'torch>=2.4'"
     ) from _error

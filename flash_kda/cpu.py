@@ -86,7 +86,7 @@ def forward(
     layout: Layout, tensors: Tensors, scale: float, lower_bound: float, beta_is_logits: bool
 ) -> None:
     """Compute the call and write its results."""
-    if not layout.sequences:
+    if layout.writes_nothing:
         return
     call = _Call(tensors, scale, lower_bound, beta_is_logits)
     spans = _spans(layout, tensors)

@@ -221,6 +221,12 @@ def chunk_kda(
                 )
             )
 
+    # Before memory is asked for by sizes that may be wrong with them; ``fwd`` checks all else.
+    if v.dtype != torch.bfloat16:
+        raise TypeError(_refuse("v", f"dtype {v.dtype}", "dtype torch.bfloat16"))
+    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
+        needs = "dtype torch.int32 or torch.int64"
+        raise TypeError(_refuse("cu_seqlens", f"dtype {cu_seqlens.dtype}", needs))
     out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
     final_state = None
     if output_final_state:

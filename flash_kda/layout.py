@@ -18,6 +18,8 @@ HEAD_DIM = 128
 TOKEN_LIMIT = 2**31 - 32
 """The most tokens (B * T) or sequences: the kernels add up to two chunks to a 32-bit number."""
 LIMIT_TEXT = "at most 2^31 - 32"
+HEAD_LIMIT = 2**31 - 1
+HEAD_LIMIT_TEXT = "below 2^31"
 
 NAMES = (
     "q",
@@ -164,10 +166,10 @@ def integer(function: str, name: str, value: Any) -> int:
         TypeError: not an integer, or a bool.
     """
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
         return operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of tensors without memory
         raise TypeError(
             f"flash_kda.{function}: {name}: got {shown(value)} of type {type(value).__name__}; "
             "needs an integer"
@@ -265,6 +267,8 @@ def _check_kind(position: int, tensor: object) -> None:
         got = "None" if tensor is None else f"a value of type {type(tensor).__name__}"
         raise TypeError(refuse(name, got, needs))
     needs = "an ordinary strided tensor"
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(refuse(name, f"an {type(tensor).__name__} without a shape", needs))
     if tensor.is_nested:
         raise ValueError(refuse(name, "a nested tensor", needs + " (pack it with cu_seqlens)"))
     if tensor.layout != torch.strided:
@@ -320,6 +324,8 @@ def _check_q(q: Tensor) -> tuple[int, int, int]:
         )
     if heads < 1:
         raise ValueError(refuse("q", f"shape {shape}", "at least one head"))
+    if heads > HEAD_LIMIT:
+        raise ValueError(refuse("q", f"shape {shape}, H = {heads}", f"H {HEAD_LIMIT_TEXT}"))
     if batch * tokens > TOKEN_LIMIT or batch > TOKEN_LIMIT:
         raise ValueError(
             refuse("q", f"shape {shape}, B * T = {batch * tokens}", f"B and B * T {LIMIT_TEXT}")

@@ -183,9 +183,12 @@ def _record(path: Path, package_dir: Path, entry: dict[str, Any], where: str) ->
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\\" in name or not name.isprintable():
         raise broken(path, f"{where}file to be a path inside {package_dir}", _shown(name))
+    sha256 = _field(path, entry, "sha256", str, where).lower()
+    if re.fullmatch(r"[0-9a-f]{64}", sha256) is None:
+        raise broken(path, f"{where}sha256 of 64 hexadecimal digits", _shown(sha256))
     return FileRecord(
         path=package_dir / relative,
-        sha256=_field(path, entry, "sha256", str, where).lower(),
+        sha256=sha256,
         size=_field(path, entry, "size", int, where),
     )
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from . import abi, cpu, library, loader, versions
 from .arguments import check, check_workspace_size, not_a_flag, not_alone, scalars
 from .layout import (
+    HEAD_LIMIT,
+    HEAD_LIMIT_TEXT,
     INDICES,
     LIMIT_TEXT,
     TOKEN_LIMIT,
@@ -296,7 +298,8 @@ def check_sizes(function: str, t_total: int, heads: int, sequences: int) -> tupl
     for name, value in (("t_total", t_total), ("heads", heads), ("sequences", sequences)):
         size = integer(function, name, value)
         least = 1 if name == "heads" else 0
-        most, at_most = (2**31 - 1, "below 2^31") if name == "heads" else (TOKEN_LIMIT, LIMIT_TEXT)
+        of_heads = name == "heads"
+        most, at_most = (HEAD_LIMIT, HEAD_LIMIT_TEXT) if of_heads else (TOKEN_LIMIT, LIMIT_TEXT)
         if not least <= size <= most:
             raise ValueError(
                 f"flash_kda.{function}: {name}: got {shown(value)}; needs at least {least} and "

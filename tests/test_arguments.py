@@ -200,6 +200,15 @@ def test_too_many_tokens() -> None:
     refused(call, ValueError, f"needs shape [1, {2**31 - 32}, {H}, 128]")  # of out
 
 
+def test_calls_without_anything_to_do_take_no_time_or_memory() -> None:
+    none = torch.empty(2**31 - 32, 0, 1, 128, dtype=torch.bfloat16)
+    beta = torch.empty(2**31 - 32, 0, 1)
+    flash_kda.fwd(none, none, none, none, beta, 1.0, torch.empty_like(none), None, None, -1.0)
+    many = torch.empty(1, 0, 2**31, 128, dtype=torch.bfloat16)
+    call = {**make(), **dict.fromkeys(("q", "k", "v", "g", "out"), many)}
+    refused(call, ValueError, "q: got shape [1, 0, 2147483648, 128], H = 2147483648; needs H below")
+
+
 @pytest.mark.parametrize("name", (*TOKEN_TENSORS, "beta", *OPTIONAL[:-1]))
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:.*quantized tensor creation")
 def test_kinds_of_tensors(name: str) -> None:
@@ -215,6 +224,9 @@ def test_kinds_of_tensors(name: str) -> None:
     refused({**call, name: jagged}, ValueError, f"{name}: got a nested tensor")
     quantized = torch.quantize_per_tensor(torch.zeros(call[name].shape), 0.1, 0, torch.quint8)
     refused({**call, name: quantized}, TypeError, f"{name}: got a quantized tensor")
+    if call[name].is_floating_point():
+        shapeless = torch.nn.UninitializedParameter(requires_grad=False, dtype=call[name].dtype)
+        refused({**call, name: shapeless}, ValueError, f"{name}: got an UninitializedParameter")
     meta = call[name].to("meta")
     where = "a CUDA or CPU device" if name == "q" else "needs cpu, as q"
     refused({**call, name: meta}, ValueError, f"{name}: got a tensor on meta", where)
@@ -742,6 +754,8 @@ def test_numbers_that_cannot_be_read_or_shown(name: str) -> None:
         ((1, 0, 1), ValueError, "heads: got 0; needs at least 1"),
         ((1, 1, -1), ValueError, "sequences: got -1; needs at least 0"),
         (("1" * 1000, 1, 1), TypeError, "t_total: got '111"),
+        ((torch.tensor(1, device="meta"), 1, 1), TypeError, "t_total: got tensor("),
+        ((torch.tensor(True), 1, 1), TypeError, "t_total: got tensor(True) of type Tensor"),
     ],
 )
 def test_workspace_size_arguments(

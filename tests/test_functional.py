@@ -266,6 +266,14 @@ def test_other_widths_are_refused_before_memory_is_asked_for(rng: cases.Random) 
     assert refusal(case, ValueError, "q", wide) == f"shape [1, 20, 2, {1 << 40}]"
 
 
+@pytest.mark.parametrize("name", ["v", "cu_seqlens"])
+def test_other_dtypes_are_refused_before_memory_is_asked_for(rng: cases.Random, name: str) -> None:
+    case = make_case(rng, tokens=20)
+    shape = (1, 1 << 40, 2, 128) if name == "v" else (1 << 40,)
+    value = torch.zeros(1, dtype=torch.float32).expand(shape)
+    assert refusal(case, TypeError, name, value) == "dtype torch.float32"
+
+
 def test_gradients_are_refused(rng: cases.Random) -> None:
     case = make_case(rng, tokens=20)
     case.g.requires_grad_()

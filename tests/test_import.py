@@ -51,6 +51,27 @@ assert "libflash_kda" not in maps
     run(program)
 
 
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("torch", "flash_kda needs torch 2.4 or newer, which is not installed"),
+        ("typing_extensions", "No module named 'typing_extensions'"),
+    ],
+)
+def test_names_the_module_that_is_missing(tmp_path: Path, missing: str, message: str) -> None:
+    error = f"raise ModuleNotFoundError({f'No module named {missing!r}'!r}, name={missing!r})"
+    (tmp_path / f"{missing}.py").write_text(error)
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import flash_kda
+except ImportError as error:
+    print(error)
+"""
+    assert message in run(program)
+
+
 def test_works_without_built_files(bare_package: Path) -> None:
     program = f"""
 import pathlib, torch, flash_kda

@@ -408,6 +408,8 @@ def test_paths_outside_the_package(machine: Machine, file: str, which: str) -> N
         (("cubins", 1, "target"), "90a", "two for 90a"),
         (("cubins", 0, "size"), "1", "cubins[0].size"),
         (("launcher", "sha256"), None, "launcher.sha256"),
+        (("launcher", "sha256"), "a\nb", "launcher.sha256 of 64 hexadecimal digits"),
+        (("cubins", 0, "sha256"), "0" * 5000, "cubins[0].sha256"),
     ],
 )
 def test_manifest_fields(
