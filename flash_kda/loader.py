@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import abi, driver, manifest, targets
+from . import abi, console, driver, manifest, targets
 from .errors import (
     BrokenInstallError,
     CubinOverrideError,
@@ -243,7 +243,7 @@ def _load(index: int) -> Module:
     except (LaunchError, ValueError) as error:
         if selection.record is None:
             raise CubinOverrideError(
-                f"{CUBIN_VARIABLE}={selection.path}: the driver cannot load this file on GPU "
+                f"{_override(selection.path)}: the driver cannot load this file on GPU "
                 f"{index} ({gpu.name}): {error}. Point it to a flash_kda cubin for this GPU and "
                 "version, or unset it."
             ) from error
@@ -278,24 +278,29 @@ def _suitable_manifest(
     return installed
 
 
+def _override(path: Path) -> str:
+    """How errors name it, on one line."""
+    return f"{CUBIN_VARIABLE}={console.line(str(path))}"
+
+
 def _read_override(path: Path) -> bytes:
     try:
         contents = manifest.read_regular(path, _LARGEST_OVERRIDE)
     except OSError as error:
         raise CubinOverrideError(
-            f"{CUBIN_VARIABLE}={path}: cannot read this file ({error.strerror or error}). Point it "
+            f"{_override(path)}: cannot read this file ({error.strerror or error}). Point it "
             "to a flash_kda cubin, or unset it to use the installed ones."
         ) from error
     machine = int.from_bytes(contents[18:20], "little")
     if contents[:5] != b"\x7fELF\x02" or machine != _ELF_MACHINE_CUDA:
         raise CubinOverrideError(
-            f"{CUBIN_VARIABLE}={path}: not a CUDA cubin (expected a 64-bit ELF file for machine "
+            f"{_override(path)}: not a CUDA cubin (expected a 64-bit ELF file for machine "
             f"{_ELF_MACHINE_CUDA}, found {len(contents)} bytes starting with {contents[:8]!r}). "
             "Point it to a flash_kda cubin, or unset it to use the installed ones."
         )
     if not _is_complete(contents):
         raise CubinOverrideError(
-            f"{CUBIN_VARIABLE}={path}: this cubin is damaged (its headers reach past its "
+            f"{_override(path)}: this cubin is damaged (its headers reach past its "
             f"{len(contents)} bytes). Point it to an intact flash_kda cubin, or unset it to use "
             "the installed ones."
         )

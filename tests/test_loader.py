@@ -554,6 +554,8 @@ def test_override(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_override(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_KDA_CUBIN", "/nowhere/my.cubin")
     machine.error(errors.CubinOverrideError, "FLASH_KDA_CUBIN=/nowhere/my.cubin", "No such file")
+    monkeypatch.setenv("FLASH_KDA_CUBIN", "/nowhere/a\nb")
+    machine.error(errors.CubinOverrideError, "FLASH_KDA_CUBIN=/nowhere/a\\nb: cannot read")
 
 
 @pytest.mark.parametrize(
