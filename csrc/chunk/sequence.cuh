@@ -8,7 +8,7 @@ namespace flash_kda {
 
 // `s`: the state before the sequence, on which the chain has begun; becomes the state after it.
 // `checkpoints`: those of the slice, of which none has been left. The last step's output is still
-// to be written, by chain.finish(). Where a chain takes several chunks a step, `store_between(s,
+// to be written, by finish_sequence(). Where a chain takes several chunks a step, `store_between(s,
 // step, checkpoint)` leaves the state after the first chunk of the step to come.
 template <class Chain, class Slice, class StoreBetween>
 __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chain,
@@ -44,6 +44,17 @@ __device__ __forceinline__ void run_sequence(const ForwardParams& p, Chain& chai
                [](auto&, int, const StateAddress&) {});
 }
 
+// What is left behind it: the last output, and the state where the slice's final one goes.
+template <class Chain, class Slice>
+__device__ __forceinline__ void finish_sequence(const ForwardParams& p, Chain& chain,
+                                                const typename Chain::State& s, const Slice& slice,
+                                                int first_row, int lane) {
+  // Found only now, there are no registers to keep it in; but before finish(), which waits.
+  const StateAddress to = slice.final(p, first_row);
+  chain.finish();
+  store_state<Chain::kFours>(s, to, lane);
+}
+
 // All of it, from the slice's initial state, on which the chain has begun, to its final one.
 // `store_between`: as above, or none.
 template <class Chain, class Slice, class... StoreBetween>
@@ -54,10 +65,7 @@ __device__ __forceinline__ void run_from_state_to_state(const ForwardParams& p, 
   typename Chain::State s;
   load_state<Chain::kFours>(s, slice.initial(p, first_row), lane);
   run_sequence(p, chain, s, slice, checkpoints, first_row, lane, store_between...);
-  // Found only now, there are no registers to keep it in; but before finish(), which waits.
-  const StateAddress to = slice.final(p, first_row);
-  chain.finish();
-  store_state<Chain::kFours>(s, to, lane);
+  finish_sequence(p, chain, s, slice, first_row, lane);
 }
 
 }  // namespace flash_kda

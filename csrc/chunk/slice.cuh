@@ -5,6 +5,10 @@
 
 namespace flash_kda {
 
+__device__ __forceinline__ constexpr int element_bytes(int dtype) {  // of a state
+  return dtype == kFloat32 ? 4 : 2;
+}
+
 // Where a state of one head lies, from some V row on.
 struct StateAddress {
   void* base;
@@ -97,8 +101,7 @@ struct ChainSlice {
                                                 bool vectorised, long long slot, int row) const {
     if (slot < 0) return {nullptr, kAbsent, false};
     const long long index = slot * stride.slot + head * stride.head + row * kHeadDim;
-    return {static_cast<unsigned char*>(base) + (dtype == kFloat32 ? 4 : 2) * index, dtype,
-            vectorised};
+    return {static_cast<unsigned char*>(base) + element_bytes(dtype) * index, dtype, vectorised};
   }
 
   // Where the sequence's state lies in a tensor of `slots` states; negative: nowhere.

@@ -128,10 +128,7 @@ __device__ __forceinline__ void fused(const ForwardParams& p, const RowMaps& map
       // Behind the stores this would be waited for.
       jobs.look_up();
       chain.template look_for<kStateStages>();
-      // Found only now, there are no registers to keep it in; but before finish(), which waits.
-      const StateAddress to = piece.final(p, first_row);
-      chain.finish();
-      store_state<true>(s, to, lane);
+      finish_sequence(p, chain, s, piece, first_row, lane);
     }
   });
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void read_state(float (&s)[1][kStateTiles][4],
     const int stage = first + part < kShape.stages ? first + part : first + part - kShape.stages;
     const unsigned char* const from = ring.record(stage) +
                                       (own - part * kStateRowsOfStage) * state_row_bytes(dtype) +
-                                      (dtype == kFloat32 ? 16 : 8) * (lane & 3);
+                                      4 * element_bytes(dtype) * (lane & 3);
     read_row(s[0], half, from, dtype, present ? ~0u : 0u,
              cute::make_index_sequence<kStateTiles / 2>());
   }

@@ -17,7 +17,7 @@ using Barrier = cutlass::arch::ClusterBarrier;
 // no stage ends between.
 constexpr int kStateRowsOfStage = 22;
 __device__ __forceinline__ constexpr int state_row_bytes(int dtype) {
-  return (dtype == kFloat32 ? 4 : 2) * (kHeadDim + kHeadDim / 8);
+  return element_bytes(dtype) * (kHeadDim + kHeadDim / 8);
 }
 
 // Where the warps of a group bring their sums of squares together: of 16 rows of k, then of q.

@@ -21,7 +21,7 @@ __device__ __forceinline__ void send_state(const ForwardParams& p, FusedSmem<kSh
   const int rows = min(kStateRowsOfStage, kShape.slice_rows() - first);
   const StateAddress from =
       piece.given(p, to_cta * kShape.slice_rows() + first + min(lane, rows - 1));
-  const int row_bytes = kHeadDim * (from.dtype == kFloat32 ? 4 : 2);
+  const int row_bytes = kHeadDim * element_bytes(from.dtype);
   const bool present = from.dtype != kAbsent;
   fence_async_shared();  // what stood in the stage has been written and read
   // As many arrivals as a record makes.
