@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .layout import HEAD_DIM, integer, shown
+from .layout import BF16, CU_SEQLENS, HEAD_DIM, INTEGERS, V, check_dtype, integer, shown
 from .ops import fwd
 
 _FLAGS = (
@@ -222,11 +222,8 @@ def chunk_kda(
             )
 
     # Before memory is asked for by sizes that may be wrong with them; ``fwd`` checks all else.
-    if v.dtype != torch.bfloat16:
-        raise TypeError(_refuse("v", f"dtype {v.dtype}", "dtype torch.bfloat16"))
-    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
-        needs = "dtype torch.int32 or torch.int64"
-        raise TypeError(_refuse("cu_seqlens", f"dtype {cu_seqlens.dtype}", needs))
+    check_dtype(V, v, BF16)
+    check_dtype(CU_SEQLENS, cu_seqlens, INTEGERS)
     out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
     final_state = None
     if output_final_state:

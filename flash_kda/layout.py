@@ -63,10 +63,10 @@ DTYPE_CODES = {
     torch.int32: 5,
     torch.int64: 6,
 }
-_BF16 = (torch.bfloat16,)
+BF16 = (torch.bfloat16,)
 _BF16_OR_FP32 = (torch.float32, torch.bfloat16)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 class Layout:
@@ -200,9 +200,9 @@ def build(tensors: Tensors) -> Layout:
     layout.looked_up = 0
     for position in (K, V, G, OUT):
         _check_shape(tensors, position, (batch, tokens, heads, HEAD_DIM), "[B, T, H, 128] as q")
-        _check_dtype(tensors, position, _BF16)
+        check_dtype(position, tensors[position], BF16)
     _check_shape(tensors, BETA, (batch, tokens, heads), "[B, T, H] to fit q")
-    _check_dtype(tensors, BETA, _BF16_OR_FP32)
+    check_dtype(BETA, tensors[BETA], _BF16_OR_FP32)
     for position in (Q, K, V, G, OUT):
         _check_token_strides(position, _of(tensors, position))
     _check_parameters(tensors, heads)
@@ -297,8 +297,8 @@ def _check_devices(tensors: Tensors, of_q: torch.device) -> None:
             )
 
 
-def _check_dtype(tensors: Tensors, position: int, allowed: tuple[torch.dtype, ...]) -> None:
-    tensor = tensors[position]
+def check_dtype(position: int, tensor: Tensor | None, allowed: tuple[torch.dtype, ...]) -> None:
+    """Refuse a tensor of another dtype; an absent one passes."""
     if tensor is not None and tensor.dtype not in allowed:
         needs = " or ".join(str(dtype) for dtype in allowed)
         raise TypeError(refuse(NAMES[position], f"dtype {tensor.dtype}", f"dtype {needs}"))
@@ -313,7 +313,7 @@ def _check_shape(tensors: Tensors, position: int, shape: tuple[int, ...], what: 
 
 
 def _check_q(q: Tensor) -> tuple[int, int, int]:
-    _check_dtype((q,), Q, _BF16)
+    check_dtype(Q, q, BF16)
     shape = list(q.shape)
     if len(shape) != 4:
         raise ValueError(refuse("q", f"shape {shape}", "4 dimensions, [B, T, H, 128]"))
@@ -337,7 +337,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> int:
     """The number of sequences."""
     if cu_seqlens is None:
         return batch
-    _check_dtype((None,) * CU_SEQLENS + (cu_seqlens,), CU_SEQLENS, _INTEGERS)
+    check_dtype(CU_SEQLENS, cu_seqlens, INTEGERS)
     if cu_seqlens.dim() != 1:
         raise ValueError(
             refuse("cu_seqlens", f"shape {list(cu_seqlens.shape)}", "one dimension, [N + 1]")
@@ -375,12 +375,12 @@ def _check_token_strides(position: int, tensor: Tensor) -> None:
 
 def _check_parameters(tensors: Tensors, heads: int) -> None:
     a_log, dt_bias = tensors[A_LOG], tensors[DT_BIAS]
-    _check_dtype(tensors, A_LOG, _FLOATS)
+    check_dtype(A_LOG, a_log, _FLOATS)
     if a_log is not None and a_log.numel() != heads:
         raise ValueError(
             refuse("A_log", f"shape {list(a_log.shape)}", f"H = {heads} elements, one a head")
         )
-    _check_dtype(tensors, DT_BIAS, _FLOATS)
+    check_dtype(DT_BIAS, dt_bias, _FLOATS)
     if dt_bias is not None:
         shape = tuple(dt_bias.shape)
         if shape not in ((heads, HEAD_DIM), (heads * HEAD_DIM,)):
@@ -409,7 +409,7 @@ def _check_states(tensors: Tensors, position: int, heads: int, what: str) -> Non
     if len(shape) != 4 or shape[1:] != [heads, HEAD_DIM, HEAD_DIM] or shape[0] > TOKEN_LIMIT:
         needs = f"shape [*, {heads}, {HEAD_DIM}, {HEAD_DIM}], {what}"
         raise ValueError(refuse(NAMES[position], f"shape {shape}", needs))
-    _check_dtype(tensors, position, _BF16_OR_FP32)
+    check_dtype(position, states, _BF16_OR_FP32)
     if states.numel() and states.stride()[2:] != (HEAD_DIM, 1):
         raise ValueError(
             refuse(
@@ -424,7 +424,7 @@ def _check_state_indices(tensors: Tensors, layout: Layout) -> None:
     indices = tensors[STATE_INDICES]
     if indices is None:
         return
-    _check_dtype(tensors, STATE_INDICES, _INTEGERS)
+    check_dtype(STATE_INDICES, indices, INTEGERS)
     _check_shape(tensors, STATE_INDICES, (layout.sequences,), "[N], one slot a sequence")
     if tensors[INITIAL] is None and tensors[FINAL] is None:
         raise ValueError(
@@ -442,7 +442,7 @@ def _check_checkpoints(tensors: Tensors, heads: int) -> int:
         if states is None:
             missing, given = given, missing
         raise ValueError(refuse(missing, f"None with {given}", "both of them or neither"))
-    _check_dtype(tensors, CHECKPOINT_OFFSETS, _INTEGERS)
+    check_dtype(CHECKPOINT_OFFSETS, tensors[CHECKPOINT_OFFSETS], INTEGERS)
     _check_states(tensors, CHECKPOINT_STATES, heads, "[C, H, V, K], one state a checkpoint")
     count = states.shape[0]
     _check_shape(tensors, CHECKPOINT_OFFSETS, (count,), "[C], one offset a checkpoint state")

@@ -295,11 +295,12 @@ def workspace_size(
 def check_sizes(function: str, t_total: int, heads: int, sequences: int) -> tuple[int, int, int]:
     """The sizes that ``flash_kda.<function>`` was given, as ints within their ranges."""
     sizes = []
-    for name, value in (("t_total", t_total), ("heads", heads), ("sequences", sequences)):
+    for name, value, least, most, at_most in (
+        ("t_total", t_total, 0, TOKEN_LIMIT, LIMIT_TEXT),
+        ("heads", heads, 1, HEAD_LIMIT, HEAD_LIMIT_TEXT),
+        ("sequences", sequences, 0, TOKEN_LIMIT, LIMIT_TEXT),
+    ):
         size = integer(function, name, value)
-        least = 1 if name == "heads" else 0
-        of_heads = name == "heads"
-        most, at_most = (HEAD_LIMIT, HEAD_LIMIT_TEXT) if of_heads else (TOKEN_LIMIT, LIMIT_TEXT)
         if not least <= size <= most:
             raise ValueError(
                 f"flash_kda.{function}: {name}: got {shown(value)}; needs at least {least} and "
